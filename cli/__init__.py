@@ -1,0 +1,1 @@
+"""The `pvisor` command: one thin module per command group, no logic."""

@@ -1,0 +1,1 @@
+"""Chunk store, block images, OCI conversion and the chunk server."""

@@ -1,0 +1,86 @@
+"""The image record: the small document that names everything an image consists of."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
+
+from imaged.errors import FormatError
+from imaged.ids import ChunkId
+
+RECORD_VERSION = 1
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageRecord:
+    """A root file system image. Its id is the BLAKE3 of `to_bytes()`, so it verifies config, metadata and data alike.
+
+    `metadata` and `data` are block image ids: the EROFS metadata image, fetched whole, and EROFS device 1, fetched
+    lazily. `source_digest` is the digest of the manifest the image was converted from ("" for a plain directory).
+    `config` is the `config` object of the OCI image configuration (Env, Cmd, Entrypoint, User, WorkingDir, ...).
+    `layers` are the diff_ids, lowest first.
+    """
+
+    metadata: ChunkId
+    metadata_bytes: int
+    data: ChunkId
+    data_bytes: int
+    entries: int
+    platform: str
+    source_digest: str = ""
+    layers: tuple[str, ...] = ()
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON: sorted keys, no spaces, ASCII. Equal records have equal bytes."""
+        document = {
+            "version": RECORD_VERSION,
+            "metadata": str(self.metadata),
+            "metadata_bytes": self.metadata_bytes,
+            "data": str(self.data),
+            "data_bytes": self.data_bytes,
+            "entries": self.entries,
+            "platform": self.platform,
+            "source_digest": self.source_digest,
+            "layers": list(self.layers),
+            "config": self.config,
+        }
+        return json.dumps(document, sort_keys=True, separators=(",", ":")).encode("ascii")
+
+    @classmethod
+    def parse(cls, raw: bytes) -> Self:
+        """From canonical JSON; FormatError that names the field otherwise."""
+        try:
+            document = json.loads(raw)
+        except ValueError as error:
+            raise FormatError("image record", expected="JSON", found=str(error)) from error
+        if not isinstance(document, dict) or document.get("version") != RECORD_VERSION:
+            found = repr(document.get("version")) if isinstance(document, dict) else type(document).__name__
+            raise FormatError("image record", expected=f"version {RECORD_VERSION}", found=found)
+
+        def take(key: str, kind: type[T]) -> T:
+            value = document.get(key)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise FormatError(f"image record, field {key}", expected=kind.__name__, found=repr(value)[:80])
+            return value
+
+        layers = take("layers", list)
+        if not all(isinstance(layer, str) for layer in layers):
+            raise FormatError("image record, field layers", expected="list of str", found=repr(layers)[:80])
+        return cls(
+            metadata=ChunkId.parse(take("metadata", str)),
+            metadata_bytes=take("metadata_bytes", int),
+            data=ChunkId.parse(take("data", str)),
+            data_bytes=take("data_bytes", int),
+            entries=take("entries", int),
+            platform=take("platform", str),
+            source_digest=take("source_digest", str),
+            layers=tuple(layers),
+            config=take("config", dict),
+        )
+
+    @property
+    def id(self) -> ChunkId:
+        return ChunkId.of(self.to_bytes())

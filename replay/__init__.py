@@ -1,0 +1,1 @@
+"""Trajectory prefixes of agent formats."""

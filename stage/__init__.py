@@ -1,0 +1,1 @@
+"""Staged host processes: namespaces over a lazily mounted image, with retained edits."""

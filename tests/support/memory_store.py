@@ -1,0 +1,34 @@
+"""A ChunkReadWriter in a dict, for tests of what stands above the store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from imaged.errors import ChunkMissingError
+from imaged.frame import Frame
+from imaged.ids import ChunkId
+
+
+class MemoryStore:
+    def __init__(self) -> None:
+        self.chunks: dict[ChunkId, bytes] = {}
+        self.flushes = 0
+
+    def get(self, chunk: ChunkId) -> bytes:
+        try:
+            return self.chunks[chunk]
+        except KeyError:
+            raise ChunkMissingError(chunk) from None
+
+    def frames(self, chunks: Sequence[ChunkId]) -> Iterator[Frame]:
+        for chunk in chunks:
+            data = self.chunks.get(chunk)
+            yield Frame.missing(chunk) if data is None else Frame.of(data, chunk=chunk)
+
+    def put(self, data: bytes) -> ChunkId:
+        chunk = ChunkId.of(data)
+        self.chunks[chunk] = bytes(data)
+        return chunk
+
+    def flush(self) -> None:
+        self.flushes += 1

@@ -1,0 +1,1 @@
+"""Virtual machine guests, parked as snapshots in the chunk store."""
