@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from imaged.frame import Frame
+from imaged.frame import ZSTD_LEVEL, Frame
 from imaged.ids import ChunkId
 
 
@@ -27,8 +27,11 @@ class ChunkReader(Protocol):
 class ChunkWriter(Protocol):
     """Takes chunks. What was put is readable at once and durable after `flush`."""
 
-    def put(self, data: bytes) -> ChunkId:
-        """Store these bytes (1 to CHUNK_LIMIT_BYTES of them) and return their id. StoreFullError."""
+    def put(self, data: bytes, *, level: int = ZSTD_LEVEL) -> ChunkId:
+        """Store these bytes (1 to CHUNK_LIMIT_BYTES of them) and return their id. StoreFullError.
+
+        `level` is how hard to compress what is not here yet; the id does not depend on it.
+        """
         ...
 
     def flush(self) -> None:

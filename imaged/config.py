@@ -16,11 +16,13 @@ class Config:
     """`home` keeps what must survive a reboot (the chunk store, stages), `run` what must not (sockets, mounts, locks).
 
     `server` is the base URL of the chunk server without a trailing slash, or None for the embedded store alone.
+    `store_directory` is a store elsewhere than in `home`.
     """
 
     home: Path
     run: Path
     server: str | None = None
+    store_directory: Path | None = None
 
     @classmethod
     def resolve(cls, *, server: str | None = None, environ: Mapping[str, str] = os.environ) -> Self:
@@ -41,7 +43,7 @@ class Config:
     @property
     def store(self) -> Path:
         """The chunk store: packs and index."""
-        return self.home / "store"
+        return self.store_directory or self.home / "store"
 
     @property
     def stages(self) -> Path:

@@ -11,6 +11,7 @@ PvisorError                 every error a user may see: a fact, and a hint that 
 +-- ChunkError              one chunk (carries its id)
 |   +-- ChunkMissingError   no store that was asked has it
 |   +-- ChunkCorruptError   bytes do not match the id
+|       +-- ChunkUnreadableError  the disk does not give them now
 +-- UpstreamError           a chunk server that fails, after retries
 +-- SourceError             an OCI source
 |   +-- RegistryError       the registry answers an error or nonsense, or does not answer
@@ -46,7 +47,9 @@ class FormatError(PvisorError):
 
 
 class InvalidNameError(PvisorError):
-    """A name or source text that does not parse."""
+    """A name, source or address that does not parse: wrong usage, as the exit code says."""
+
+    exit_code = 2
 
 
 class NotFoundError(PvisorError):
@@ -86,6 +89,10 @@ class ChunkMissingError(ChunkError):
 
 class ChunkCorruptError(ChunkError):
     """Bytes that do not match the id they came under."""
+
+
+class ChunkUnreadableError(ChunkCorruptError):
+    """Bytes that the disk does not give now, of a pack that is gone or behind an I/O error: they may come back."""
 
 
 class UpstreamError(PvisorError):

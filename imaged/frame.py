@@ -31,6 +31,13 @@ MAGIC = b"pvF1"
 CHUNK_LIMIT_BYTES = 1 << 20
 """No chunk of any image is longer; readers refuse a header that says so before they allocate."""
 ZSTD_LEVEL = 3
+ZSTD_DENSE_LEVEL = 18
+"""For what every cold start of an image fetches whole. Of the 1 MB of EROFS metadata of a Debian root it makes 102.6 KB
+in 83 ms, with less search than zstd's own level 18 (98.6 KB in 436 ms); level 3 makes 128.5 KB in 2 ms, 9 115.3 in 16,
+15 112.8 in 136, 19 97.3 in 434."""
+_DENSE = zstandard.ZstdCompressionParameters.from_level(
+    ZSTD_DENSE_LEVEL, source_size=CHUNK_LIMIT_BYTES, search_log=2, target_length=32, write_content_size=True
+)
 _PADDING = b"\0\0\0"
 
 
@@ -52,7 +59,10 @@ class _Contexts(threading.local):
     def compressor(self, level: int) -> zstandard.ZstdCompressor:
         found = self.compressors.get(level)
         if found is None:
-            found = zstandard.ZstdCompressor(level=level, write_content_size=True, write_checksum=False)
+            if level == ZSTD_DENSE_LEVEL:
+                found = zstandard.ZstdCompressor(compression_params=_DENSE)
+            else:
+                found = zstandard.ZstdCompressor(level=level, write_content_size=True, write_checksum=False)
             self.compressors[level] = found
         return found
 
@@ -71,7 +81,7 @@ class FrameHeader:
 
     @classmethod
     def parse(cls, raw: bytes | memoryview) -> Self:
-        """From 48 bytes; FormatError for a wrong magic, an unknown codec or a length over the limit."""
+        """From 48 bytes; FormatError for a wrong magic, an unknown codec a length over the limit, or none."""
         if len(raw) != HEADER_BYTES:
             raise FormatError("frame header", expected=f"{HEADER_BYTES} bytes", found=f"{len(raw)} bytes")
         magic, codec, padding, size_bytes, payload_bytes, chunk = HEADER.unpack(raw)
@@ -84,6 +94,9 @@ class FrameHeader:
         if size_bytes > CHUNK_LIMIT_BYTES or payload_bytes > CHUNK_LIMIT_BYTES:
             found = f"{size_bytes} bytes in {payload_bytes}"
             raise FormatError("frame header", expected=f"at most {CHUNK_LIMIT_BYTES} bytes", found=found)
+        if known is not Codec.MISSING and not (size_bytes and payload_bytes):
+            found = f"{size_bytes} bytes in {payload_bytes}"
+            raise FormatError("frame header", expected="a chunk of at least one byte", found=found)
         if known is Codec.RAW and size_bytes != payload_bytes:
             raise FormatError("raw frame", expected=f"payload of {size_bytes} bytes", found=f"{payload_bytes}")
         if known is Codec.MISSING and (size_bytes or payload_bytes):
@@ -150,7 +163,10 @@ class Frame:
         return data
 
     def _decompress(self) -> bytes:
-        declared = zstandard.frame_content_size(self.payload) if self.payload else -1
+        try:
+            declared = zstandard.frame_content_size(self.payload) if self.payload else -1
+        except zstandard.ZstdError as error:
+            raise ChunkCorruptError(self.header.id, f"zstd: {error}") from error
         if declared != self.header.size_bytes:
             raise ChunkCorruptError(
                 self.header.id, f"zstd frame declares {declared} bytes, its header {self.header.size_bytes}"

@@ -11,8 +11,15 @@ from typing import Self
 from imaged.errors import InvalidNameError, NotFoundError
 
 TRANSPORTS = ("docker", "oci", "oci-archive", "docker-archive", "dir")
+_SOURCE_LIMIT_BYTES = 4096
+"""As PATH_MAX: no path that can be opened is longer."""
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?::[0-9]+(?=/))?(?:/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_NAME_LIMIT = 511
+"""Characters of a whole name, tag included: what a store takes as a key."""
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+"""NUL ends a path; bytes that are not UTF-8 come as surrogates, and no list of images could show them."""
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +34,8 @@ class ImageName:
         head, colon, tag = text.rpartition(":")
         if not colon or "/" in tag:
             head, tag = text, "latest"
-        if len(text) > 512 or _REPO.fullmatch(head) is None or _TAG.fullmatch(tag) is None:
+        too_long = len(head) + 1 + len(tag) > _NAME_LIMIT
+        if too_long or _REPO.fullmatch(head) is None or _TAG.fullmatch(tag) is None:
             raise InvalidNameError(
                 f"{text[:200]!r} is not an image name",
                 hint="names look like debian, debian:12 or host:5000/team/app:v1",
@@ -44,8 +52,8 @@ class ImageName:
         """
         wanted = str(self)
         suffix = "/" + wanted
-        matches = []
-        for name in names:
+        matches, known = [], list(names)
+        for name in known:
             if name == wanted:
                 return name
             if name.endswith(suffix):
@@ -56,7 +64,11 @@ class ImageName:
             raise NotFoundError(
                 f"image name {wanted} is ambiguous", hint="say which: " + ", ".join(sorted(matches)[:5])
             )
-        raise NotFoundError(f"no image {wanted}", hint="`pvisor image ls` lists images, `pvisor pull` fetches one")
+        tags = sorted(name for name in known if f"/{name}".rpartition(":")[0].endswith(f"/{self.repo}"))
+        there = (
+            f"there is {', '.join(tags[:5])}" if tags else "`pvisor image ls` lists images, with --remote the server's"
+        )
+        raise NotFoundError(f"no image {wanted}", hint=f"{there}; docker://HOST/REPO:TAG is an image of a registry")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +95,18 @@ class SourceName:
                 hint="sources are docker://HOST/REPO:TAG, oci:DIR[:TAG], oci-archive:FILE[:TAG], "
                 "docker-archive:FILE[:TAG] and dir:DIR",
             )
+        size_bytes = len(text.encode(errors="surrogatepass"))
+        if size_bytes > _SOURCE_LIMIT_BYTES:
+            raise InvalidNameError(
+                f"an image source of {size_bytes} bytes is more than the {_SOURCE_LIMIT_BYTES} allowed: "
+                f"{text[:60]!r}...",
+                hint="check the name",
+            )
+        if _NO_TEXT.search(text) is not None:
+            raise InvalidNameError(
+                f"{text[:200]!r} is not an image source: it is not UTF-8 text",
+                hint="rename or link the file or directory",
+            )
         transport, _, rest = text.partition(":")
         if transport == "docker":
             return cls._docker(rest.removeprefix("//"), text)
@@ -98,17 +122,22 @@ class SourceName:
     @classmethod
     def _docker(cls, rest: str, text: str) -> Self:
         location, at, digest = rest.partition("@")
-        if at:
-            head, colon, tag = location.rpartition(":")
-            return cls("docker", head if colon and "/" not in tag else location, digest)
         name = ImageName.parse(location)
-        if "/" not in name.repo:
+        repo = name.repo
+        host, slash, _ = repo.partition("/")
+        if not slash:
             # As docker and podman read it: an unqualified name is in Docker Hub's library.
-            return cls("docker", f"docker.io/library/{name.repo}", name.tag)
-        host = name.repo.partition("/")[0]
-        if "." not in host and ":" not in host and host != "localhost":
-            return cls("docker", f"docker.io/{name.repo}", name.tag)
-        return cls("docker", name.repo, name.tag)
+            repo = f"docker.io/library/{repo}"
+        elif "." not in host and ":" not in host and host != "localhost":
+            repo = f"docker.io/{repo}"
+        if not at:
+            return cls("docker", repo, ImageName.parse(f"{repo}:{name.tag}").tag)
+        if _DIGEST.fullmatch(digest) is None:
+            raise InvalidNameError(
+                f"{text[:200]!r} is not an image source: expected sha256:<64 hex digits> after the @",
+                hint="sha512:<128 hex digits> is a digest too; names without one end in a tag, as HOST/REPO:TAG",
+            )
+        return cls("docker", ImageName.parse(repo).repo, digest)
 
     @property
     def default_name(self) -> ImageName:
@@ -120,7 +149,8 @@ class SourceName:
         if self.transport.endswith("-archive"):
             stem = stem.split(".")[0]
         stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._") or "image"
-        return ImageName.parse(f"{stem}:{self.reference or 'latest'}")
+        tag = self.reference if _TAG.fullmatch(self.reference) else "latest"
+        return ImageName.parse(f"{stem}:{tag}")
 
     def __str__(self) -> str:
         if self.transport == "docker":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from imaged.errors import ChunkMissingError
-from imaged.frame import Frame
+from imaged.frame import ZSTD_LEVEL, Frame
 from imaged.ids import ChunkId
 
 
@@ -25,7 +25,7 @@ class MemoryStore:
             data = self.chunks.get(chunk)
             yield Frame.missing(chunk) if data is None else Frame.of(data, chunk=chunk)
 
-    def put(self, data: bytes) -> ChunkId:
+    def put(self, data: bytes, *, level: int = ZSTD_LEVEL) -> ChunkId:
         chunk = ChunkId.of(data)
         self.chunks[chunk] = bytes(data)
         return chunk

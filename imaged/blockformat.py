@@ -1,0 +1,217 @@
+"""Bytes of a block image: the root, and the leaf that maps 16 MiB of the disk; see docs/formats/blockimage.md.
+
+Root                                          Leaf
+offset  size  field                           offset  size  field
+     0     4  magic "pvR1"                         0     4  magic "pvL1"
+     4     4  block size, 4096                     4     2  t: chunk ids in the table
+     8     8  size_bytes of the image              6     2  n: entries
+    16     4  blocks in a leaf, 4096               8  32 t  chunk ids, unique, in order of first use
+    20     4  n: leaves                            -   2 n  block count of each entry, 1 to 4096
+    24  32 n  leaf ids, zero for a hole            -   2 n  table index of each entry, 65535 for a hole
+                                                   -     n  first block inside the chunk of each entry
+
+Little endian. There is exactly one way to write a given map, so equal ranges have equal leaf ids: entries that could be
+one entry are refused, as is a table in another order and a leaf that is all hole.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from imaged.errors import FormatError
+from imaged.extent import Extent
+from imaged.frame import CHUNK_LIMIT_BYTES
+from imaged.ids import BLOCK_BYTES, ChunkId
+
+LEAF_BYTES = 16 << 20
+"""Every leaf but the last maps this much of the disk."""
+LEAF_BLOCKS = LEAF_BYTES // BLOCK_BYTES
+CHUNK_LIMIT_BLOCKS = CHUNK_LIMIT_BYTES // BLOCK_BYTES
+NO_LEAF = bytes(ChunkId.SIZE_BYTES)
+"""In place of a leaf id: the whole range is a hole."""
+ROOT_MAGIC, LEAF_MAGIC = b"pvR1", b"pvL1"
+
+_ROOT = struct.Struct("<4sIQII")
+_LEAF = struct.Struct("<4sHH")
+_ID = ChunkId.SIZE_BYTES
+_HOLE = 0xFFFF
+
+LEAF_COUNT_LIMIT = (CHUNK_LIMIT_BYTES - _ROOT.size) // _ID
+"""The root is one chunk, so this many leaves (512 GiB less 16 MiB) fit."""
+IMAGE_LIMIT_BYTES = LEAF_COUNT_LIMIT * LEAF_BYTES
+
+
+def block_count(size_bytes: int) -> int:
+    """Blocks that size_bytes take, the last one perhaps short."""
+    return -(-size_bytes // BLOCK_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """The size of an image and the id of each leaf, None where the range is a hole."""
+
+    size_bytes: int
+    leaves: tuple[ChunkId | None, ...]
+
+    def pack(self) -> bytes:
+        """FormatError when the image is too long for one root."""
+        if len(self.leaves) > LEAF_COUNT_LIMIT:
+            found = f"{self.size_bytes} bytes"
+            raise FormatError("block image size", expected=f"at most {IMAGE_LIMIT_BYTES} bytes", found=found)
+        header = _ROOT.pack(ROOT_MAGIC, BLOCK_BYTES, self.size_bytes, LEAF_BLOCKS, len(self.leaves))
+        return header + b"".join(NO_LEAF if leaf is None else leaf for leaf in self.leaves)
+
+    @classmethod
+    def parse(cls, raw: bytes) -> Self:
+        """FormatError when the bytes are not exactly one root."""
+        if len(raw) < _ROOT.size or raw[:4] != ROOT_MAGIC:
+            expected = f"magic {ROOT_MAGIC!r} and a header of {_ROOT.size} bytes"
+            raise FormatError("block image root", expected=expected, found=f"{raw[:4]!r}, {len(raw)} bytes")
+        _, block_bytes, size_bytes, leaf_blocks, leaf_count = _ROOT.unpack_from(raw)
+        if (block_bytes, leaf_blocks) != (BLOCK_BYTES, LEAF_BLOCKS):
+            expected = f"blocks of {BLOCK_BYTES} bytes, {LEAF_BLOCKS} in a leaf"
+            raise FormatError("block image root", expected=expected, found=f"{block_bytes}, {leaf_blocks}")
+        wanted = -(-size_bytes // LEAF_BYTES)
+        if leaf_count != wanted:
+            expected = f"{wanted} leaves for {size_bytes} bytes"
+            raise FormatError("block image root", expected=expected, found=f"{leaf_count}")
+        if len(raw) != _ROOT.size + leaf_count * _ID:
+            expected = f"{_ROOT.size + leaf_count * _ID} bytes for {leaf_count} leaves"
+            raise FormatError("block image root", expected=expected, found=f"{len(raw)} bytes")
+        ids = (raw[at : at + _ID] for at in range(_ROOT.size, len(raw), _ID))
+        return cls(size_bytes, tuple(None if leaf == NO_LEAF else ChunkId(leaf) for leaf in ids))
+
+    def leaf_blocks(self, index: int) -> int:
+        """Blocks that leaf `index` maps: LEAF_BLOCKS, fewer for the last one."""
+        return min(LEAF_BLOCKS, block_count(self.size_bytes) - index * LEAF_BLOCKS)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaf:
+    """A parsed leaf. Ids are cut from the raw bytes when asked for: a cached leaf costs about its length in memory.
+
+    `starts[i]` is the block of the leaf at which entry i begins.
+    """
+
+    raw: bytes
+    block_count: int
+    table_count: int
+    starts: array[int]
+    indexes: array[int]
+    first_blocks: bytes
+
+    @classmethod
+    def parse(cls, raw: bytes) -> Self:
+        """FormatError when the bytes are not exactly one leaf in canonical form."""
+        if len(raw) < _LEAF.size or raw[:4] != LEAF_MAGIC:
+            raise FormatError("leaf", expected=f"magic {LEAF_MAGIC!r}", found=f"{raw[:4]!r}, {len(raw)} bytes")
+        _, table_count, entry_count = _LEAF.unpack_from(raw)
+        counts_at = _LEAF.size + table_count * _ID
+        indexes_at = counts_at + 2 * entry_count
+        first_at = indexes_at + 2 * entry_count
+        if len(raw) != first_at + entry_count:
+            expected = f"{first_at + entry_count} bytes for {table_count} chunks and {entry_count} entries"
+            raise FormatError("leaf", expected=expected, found=f"{len(raw)} bytes")
+        table = {raw[at : at + _ID] for at in range(_LEAF.size, counts_at, _ID)}
+        if len(table) != table_count or NO_LEAF in table or table_count == 0:
+            expected = "one or more different chunk ids"
+            raise FormatError("leaf", expected=expected, found=f"{len(table)} different of {table_count}")
+        indexes, first_blocks = _u16(raw[indexes_at:first_at]), raw[first_at:]
+        starts, total = _check_entries(table_count, _u16(raw[counts_at:indexes_at]), indexes, first_blocks)
+        return cls(raw, total, table_count, starts, indexes, first_blocks)
+
+    def chunk(self, number: int) -> ChunkId:
+        """The id at `number` in the table."""
+        at = _LEAF.size + number * _ID
+        return ChunkId(self.raw[at : at + _ID])
+
+    def chunks(self) -> list[ChunkId]:
+        """The whole table, in order of first use."""
+        return [self.chunk(number) for number in range(self.table_count)]
+
+    def find(self, block: int) -> int:
+        """The number of the entry that holds a block of the leaf."""
+        return bisect_right(self.starts, block) - 1
+
+    def end(self, entry: int) -> int:
+        """The first block of the leaf after an entry."""
+        return self.starts[entry + 1] if entry + 1 < len(self.starts) else self.block_count
+
+    def extent(self, entry: int) -> Extent:
+        """One entry as an extent."""
+        count, index = self.end(entry) - self.starts[entry], self.indexes[entry]
+        return Extent(count, None) if index == _HOLE else Extent(count, self.chunk(index), self.first_blocks[entry])
+
+    def extents(self) -> list[Extent]:
+        """All entries; `pack_leaf` of them gives `raw` again."""
+        return [self.extent(entry) for entry in range(len(self.starts))]
+
+
+def pack_leaf(extents: Sequence[Extent]) -> bytes | None:
+    """The leaf of these extents, which are merged already (`mergeable`); None when there is no data in them."""
+    table: dict[ChunkId, int] = {}
+    indexes = array("H")
+    for extent in extents:
+        indexes.append(_HOLE if extent.chunk is None else table.setdefault(extent.chunk, len(table)))
+    if not table:
+        return None
+    counts = array("H", [extent.block_count for extent in extents])
+    if sys.byteorder == "big":
+        counts.byteswap()
+        indexes.byteswap()
+    header = _LEAF.pack(LEAF_MAGIC, len(table), len(extents))
+    first_blocks = bytes([extent.first_block for extent in extents])
+    return b"".join((header, *table, counts.tobytes(), indexes.tobytes(), first_blocks))
+
+
+def mergeable(left: Extent, right: Extent) -> bool:
+    """Whether two neighbours are one extent: both holes, or blocks of one chunk that follow each other."""
+    if left.chunk is None or right.chunk is None:
+        return left.chunk is right.chunk
+    return left.chunk == right.chunk and left.first_block + left.block_count == right.first_block
+
+
+def _u16(raw: bytes) -> array[int]:
+    values = array("H", raw)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def _check_entries(
+    table_count: int, counts: array[int], indexes: array[int], first_blocks: bytes
+) -> tuple[array[int], int]:
+    """Where each entry starts, and the sum of all counts; FormatError for anything `pack_leaf` would not write."""
+    starts = array("H")
+    position = used = 0
+    last_index, last_end = -1, 0
+    for count, index, first in zip(counts, indexes, first_blocks, strict=True):
+        if count == 0 or position + count > LEAF_BLOCKS:
+            found = f"{count} at block {position}"
+            raise FormatError("leaf entry", expected=f"1 to {LEAF_BLOCKS - position} blocks", found=found)
+        if index == _HOLE:
+            if first != 0 or last_index == _HOLE:
+                raise FormatError("leaf entry", expected="merged holes", found=f"a hole at block {position}")
+        else:
+            if index > used or index >= table_count:
+                expected = f"chunk index of at most {min(used, table_count - 1)}"
+                raise FormatError("leaf entry", expected=expected, found=f"{index} at block {position}")
+            if first + count > CHUNK_LIMIT_BLOCKS:
+                expected = f"a chunk of at most {CHUNK_LIMIT_BLOCKS} blocks"
+                raise FormatError("leaf entry", expected=expected, found=f"block {first + count - 1} of a chunk")
+            if index == last_index and first == last_end:
+                found = f"its continuation at block {position}"
+                raise FormatError("leaf entry", expected="a merged run", found=found)
+            used += index == used
+        starts.append(position)
+        position += count
+        last_index, last_end = index, first + count
+    if used != table_count:
+        raise FormatError("leaf", expected=f"entries that use all {table_count} chunks", found=f"{used}")
+    return starts, position

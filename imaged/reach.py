@@ -1,0 +1,98 @@
+"""What hangs below a name: record -> block images -> leaves -> chunks, and the layer memos that an image came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from imaged.blockformat import Leaf, Root
+from imaged.blockimage import BlockImage, read_blob
+from imaged.chunks import ChunkReader
+from imaged.errors import ChunkCorruptError, ChunkMissingError
+from imaged.ids import ChunkId
+from imaged.layer import chunk_ids as layer_chunk_ids
+from imaged.record import ImageRecord
+
+
+class PartialReader(ChunkReader, Protocol):
+    """A ChunkReader that may lack chunks and can say which."""
+
+    def missing(self, chunks: Iterable[ChunkId]) -> list[ChunkId]:
+        """Those that are not here."""
+        ...
+
+
+def reachable(reader: ChunkReader, record: ChunkId) -> Iterator[ChunkId]:
+    """Every chunk of an image, each once: record, then root, leaves and chunks of its metadata and of its data.
+
+    Reads record, roots and leaves only; ChunkMissingError, ChunkCorruptError and FormatError come from those.
+    """
+    seen = {record}
+    yield record
+    document = ImageRecord.parse(reader.get(record))
+    for root in (document.metadata, document.data):
+        image = BlockImage.open(reader, root)
+        for ids in ([root], image.leaf_ids(), image.chunk_ids()):
+            for chunk in ids:
+                if chunk not in seen:
+                    seen.add(chunk)
+                    yield chunk
+
+
+class Marker:
+    """Collects in `kept` the present chunks of all that is shown to it, and says of each thing what it lacks.
+
+    A leaf is walked once, however many images share it.
+    """
+
+    def __init__(self, store: PartialReader) -> None:
+        self.kept: set[ChunkId] = set()
+        self._store = store
+        self._lacking: dict[ChunkId, frozenset[ChunkId]] = {}
+
+    def image(self, record: ChunkId) -> tuple[ImageRecord | None, set[ChunkId]]:
+        """The record, None when it is missing itself, and the chunks that are missing. FormatError."""
+        raw = self._get(record)
+        if raw is None:
+            return None, {record}
+        document = ImageRecord.parse(raw)
+        return document, self.block_image(document.metadata) | self.block_image(document.data)
+
+    def layer(self, blob: ChunkId) -> set[ChunkId]:
+        """The missing chunks of a layer memo: its own block image, and the file data it names. FormatError."""
+        lacking = self.block_image(blob)
+        if lacking:
+            return lacking
+        try:
+            return set(self._data(layer_chunk_ids(read_blob(self._store, blob))))
+        except (ChunkMissingError, ChunkCorruptError) as error:
+            return {error.chunk}
+
+    def block_image(self, root: ChunkId) -> set[ChunkId]:
+        """The missing chunks of a block image. FormatError."""
+        raw = self._get(root)
+        if raw is None:
+            return {root}
+        lacking: set[ChunkId] = set()
+        for leaf in dict.fromkeys(leaf for leaf in Root.parse(raw).leaves if leaf is not None):
+            if leaf not in self._lacking:
+                raw = self._get(leaf)
+                below = [leaf] if raw is None else self._data(Leaf.parse(raw).chunks())
+                self._lacking[leaf] = frozenset(below)
+            lacking |= self._lacking[leaf]
+        return lacking
+
+    def _get(self, chunk: ChunkId) -> bytes | None:
+        try:
+            raw = self._store.get(chunk)
+        except (ChunkMissingError, ChunkCorruptError):
+            return None
+        self.kept.add(chunk)
+        return raw
+
+    def _data(self, chunks: list[ChunkId]) -> list[ChunkId]:
+        """Keep those that are there and return the others."""
+        absent = self._store.missing(chunk for chunk in chunks if chunk not in self.kept)
+        self.kept.update(chunks)
+        self.kept.difference_update(absent)
+        return absent

@@ -1,0 +1,245 @@
+"""The chunk store: verified chunks in pack files, found through an LMDB index, shared by several processes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from imaged.errors import (
+    ChunkCorruptError,
+    ChunkMissingError,
+    ChunkUnreadableError,
+    FormatError,
+    NotFoundError,
+    StoreError,
+    StoreReadOnlyError,
+)
+from imaged.faults import store_faults
+from imaged.frame import CHUNK_LIMIT_BYTES, HEADER_BYTES, ZSTD_LEVEL, Frame, FrameHeader
+from imaged.ids import ChunkId
+from imaged.index import INDEX_NAME, Index, Location, StoreUsage, refuse_lost_index
+from imaged.pack import PACKS_DIRECTORY, PackReader
+from imaged.refs import MemoTable, OriginTable, Ref, RefTable
+from imaged.storelock import StoreLock
+from imaged.writer import Writer
+
+__all__ = ["ChunkStore", "Ref", "StoreUsage"]
+_LOOKUP_COUNT = 256
+log = logging.getLogger(__name__)
+_UNREADABLE_HINT = "`pvisor store fsck` says what is lost"
+
+
+class ChunkStore:
+    """A ChunkReadWriter on a directory. A context manager; threads may share it, a forked child may not use it.
+
+    What was put is readable at once in this process; after `flush` (or about a second) it is durable and other
+    processes see it. A killed process loses at most what it had not flushed. A chunk whose bytes turn out wrong is
+    dropped from the index, so that the same chunk can be put again.
+    """
+
+    def __init__(self, root: Path, lock: StoreLock, index: Index, *, readonly: bool) -> None:
+        """Use `open`."""
+        self.root, self.index, self.readonly = root, index, readonly
+        self._lock, self._reader, self._writer = lock, PackReader(root), Writer(root, index)
+        self._closed = False
+        self.refs = RefTable(root, index, self._before_change)
+        self.memos = MemoTable(index, self._before_change)
+        self.origins = OriginTable(index, self._before_change)
+
+    @classmethod
+    def open(cls, root: Path, *, readonly: bool = False) -> Self:
+        """The store at `root`, made when there is none.
+
+        StoreReadOnlyError and StoreFullError as the directory is, StoreBusyError when it is being collected for long.
+        With `readonly` nothing is written; NotFoundError when there is no store.
+        """
+        root = root.absolute()
+        if readonly:
+            with store_faults("read its directory", root):
+                found = (root / INDEX_NAME).exists()
+                if not found:
+                    refuse_lost_index(root)
+            if not found:
+                raise NotFoundError(f"no chunk store at {root}", hint="convert or pull an image first")
+        else:
+            with store_faults("make its directory", root):
+                root.mkdir(mode=0o700, parents=True, exist_ok=True)  # images may be private
+                (root / PACKS_DIRECTORY).mkdir(exist_ok=True)
+        return cls.open_locked(root, StoreLock.shared(root, readonly=readonly), readonly=readonly)
+
+    @classmethod
+    def open_locked(cls, root: Path, lock: StoreLock, *, readonly: bool = False) -> Self:
+        """For one who holds the directory's lock already; the store releases it when it closes."""
+        try:
+            return cls(root, lock, Index.open(root / INDEX_NAME, readonly=readonly), readonly=readonly)
+        except BaseException:
+            lock.release()
+            raise
+
+    def close(self) -> None:
+        """Flush and let go. Raises what the flush raises, after everything is let go."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._writer.close()
+        finally:
+            self._reader.close()
+            self.index.close()
+            self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            self.close()
+        except StoreError as error:
+            if value is None:
+                raise
+            log.warning("closing the store after another error: %s", error.message)
+
+    def get(self, chunk: ChunkId) -> bytes:
+        """The verified bytes. ChunkMissingError; ChunkCorruptError after dropping the chunk; ChunkUnreadableError."""
+        pending = self._writer.find(chunk)
+        if isinstance(pending, bytes):
+            return pending
+        location = pending or self.index.find(chunk)
+        if location is None:
+            raise ChunkMissingError(chunk)
+        try:
+            return self._read(chunk, location).open()
+        except ChunkUnreadableError:
+            raise
+        except ChunkCorruptError as error:
+            self._drop(chunk, location)
+            raise ChunkCorruptError(
+                chunk, f"damaged in pack {location.pack} at {location.offset} and dropped ({error.message})"
+            ) from error
+
+    def frame(self, chunk: ChunkId) -> Frame | None:
+        """The chunk as it is stored, its payload not verified; None when it is not here."""
+        found = next(self.frames([chunk]))
+        return found if found.header.size_bytes else None
+
+    def packed_cached(self, chunk: ChunkId) -> bytes | None:
+        """The bytes of the chunk's frame when the page cache has them all, for one who must not wait for a disk.
+
+        None says nothing about whether the chunk is here. The header is as the index says, the payload not verified.
+        """
+        location = self.index.find(chunk)
+        if location is None:
+            return None
+        packed = self._reader.read_cached(location.pack, location.offset, location.stored_bytes)
+        header = FrameHeader(chunk, location.codec, location.size_bytes, location.payload_bytes)
+        return packed if packed is not None and packed.startswith(header.pack()) else None
+
+    def frames(self, chunks: Sequence[ChunkId]) -> Iterator[Frame]:
+        """As ChunkReader says; an id whose stored header is damaged is dropped and comes as missing."""
+        for start in range(0, len(chunks), _LOOKUP_COUNT):
+            wanted = chunks[start : start + _LOOKUP_COUNT]
+            # Pending first: a chunk leaves it only after it is in the index.
+            pending = [self._writer.find(chunk) for chunk in wanted]
+            locations = self.index.find_many(wanted)
+            for chunk, waiting, committed in zip(wanted, pending, locations, strict=True):
+                if isinstance(waiting, bytes):
+                    yield Frame.of(waiting, chunk=chunk)
+                    continue
+                location = waiting or committed
+                yield Frame.missing(chunk) if location is None else self._frame(chunk, location)
+
+    def has(self, chunk: ChunkId) -> bool:
+        return self._writer.find(chunk) is not None or self.index.find(chunk) is not None
+
+    def missing(self, chunks: Iterable[ChunkId]) -> list[ChunkId]:
+        """Those that are not here, each once, in the order given."""
+        wanted = [chunk for chunk in dict.fromkeys(chunks) if self._writer.find(chunk) is None]
+        absent = []
+        for start in range(0, len(wanted), _LOOKUP_COUNT):
+            part = wanted[start : start + _LOOKUP_COUNT]
+            absent += [chunk for chunk, found in zip(part, self.index.find_many(part), strict=True) if found is None]
+        return absent
+
+    def sizes(self, chunk: ChunkId) -> tuple[int, int] | None:
+        """(uncompressed bytes, bytes of its frame) or None; waits for a chunk that is just being compressed."""
+        pending = self._writer.find(chunk)
+        if isinstance(pending, bytes):
+            self._writer.drain()
+            pending = self._writer.find(chunk)
+        location = pending if isinstance(pending, Location) else self.index.find(chunk)
+        return None if location is None else (location.size_bytes, location.stored_bytes)
+
+    def put(self, data: bytes, *, level: int = ZSTD_LEVEL) -> ChunkId:
+        """Store 1 to CHUNK_LIMIT_BYTES bytes. An error of an earlier put may come from this one."""
+        if not 0 < len(data) <= CHUNK_LIMIT_BYTES:
+            raise FormatError("chunk", expected=f"1 to {CHUNK_LIMIT_BYTES} bytes", found=f"{len(data)}")
+        self._refuse_readonly()
+        chunk = ChunkId.of(data)
+        if not self.has(chunk):
+            self._writer.add(chunk, bytes(data), level)
+        return chunk
+
+    def put_frame(self, frame: Frame) -> None:
+        """Store a chunk that came compressed, as it is, once its bytes match its id. ChunkCorruptError, FormatError."""
+        self._refuse_readonly()
+        if not frame.open():
+            raise FormatError("chunk", expected=f"1 to {CHUNK_LIMIT_BYTES} bytes", found="0")
+        if not self.has(frame.id):
+            self._writer.add_frame(frame)
+
+    def flush(self) -> None:
+        """Return when everything put before is durable and other processes see it."""
+        if not self.readonly:
+            self._writer.flush()
+
+    def df(self) -> StoreUsage:
+        """What is committed; tails of packs that are not count as dead."""
+        return self.index.usage()
+
+    def _before_change(self) -> None:
+        self._refuse_readonly()
+        self._writer.flush()
+
+    def _refuse_readonly(self) -> None:
+        if self.readonly:
+            raise StoreReadOnlyError(f"store {self.root} is open for reading only")
+
+    def _read(self, chunk: ChunkId, location: Location) -> Frame:
+        """The frame at `location`, its header checked against the index. ChunkCorruptError, ChunkUnreadableError."""
+        length = HEADER_BYTES + location.payload_bytes
+        try:
+            raw = self._reader.read(location.pack, location.offset, length)
+        except FileNotFoundError:
+            raise ChunkUnreadableError(chunk, f"pack {location.pack} is gone", hint=_UNREADABLE_HINT) from None
+        except OSError as error:
+            message = f"pack {location.pack} can not be read: {error.strerror}"
+            raise ChunkUnreadableError(chunk, message, hint=_UNREADABLE_HINT) from error
+        try:
+            header = FrameHeader.parse(raw[:HEADER_BYTES])
+        except FormatError as error:
+            raise ChunkCorruptError(chunk, error.message) from error
+        expected = (chunk, location.size_bytes, location.payload_bytes, location.codec)
+        if (header.id, header.size_bytes, header.payload_bytes, header.codec) != expected or len(raw) != length:
+            raise ChunkCorruptError(chunk, "the frame differs from what the index says")
+        return Frame(header, raw[HEADER_BYTES:])
+
+    def _frame(self, chunk: ChunkId, location: Location) -> Frame:
+        try:
+            return self._read(chunk, location)
+        except ChunkUnreadableError as error:
+            log.warning("%s", error.message)
+            return Frame.missing(chunk)
+        except ChunkCorruptError as error:
+            log.warning("%s", error.message)
+            self._drop(chunk, location)
+            return Frame.missing(chunk)
+
+    def _drop(self, chunk: ChunkId, location: Location) -> None:
+        if self.readonly or self.index.readonly:
+            return
+        if self._writer.find(chunk) is location:
+            self._writer.flush()
+        self.index.drop([(chunk, location)], forget_memos=True)

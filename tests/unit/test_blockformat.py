@@ -1,0 +1,148 @@
+"""Root and leaf bytes: exact layout, and refusal of everything that is not the one canonical form."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from imaged.blockformat import (
+    IMAGE_LIMIT_BYTES,
+    LEAF_BLOCKS,
+    LEAF_BYTES,
+    LEAF_COUNT_LIMIT,
+    Leaf,
+    Root,
+    mergeable,
+    pack_leaf,
+)
+from imaged.errors import FormatError
+from imaged.extent import Extent
+from imaged.frame import CHUNK_LIMIT_BYTES
+from imaged.ids import ChunkId
+
+A, B = ChunkId.of(b"a"), ChunkId.of(b"b")
+HOLE = 0xFFFF
+
+
+def raw_leaf(table: list[bytes], entries: list[tuple[int, int, int]]) -> bytes:
+    """A leaf written with struct alone: entries are (count, table index, first block)."""
+    count = len(entries)
+    columns = list(zip(*entries, strict=True)) or [(), (), ()]
+    return (
+        struct.pack("<4sHH", b"pvL1", len(table), count)
+        + b"".join(table)
+        + struct.pack(f"<{count}H", *columns[0])
+        + struct.pack(f"<{count}H", *columns[1])
+        + bytes(columns[2])
+    )
+
+
+def raw_root(size: int, leaves: list[bytes], *, block: int = 4096, leaf_blocks: int = 4096) -> bytes:
+    return struct.pack("<4sIQII", b"pvR1", block, size, leaf_blocks, len(leaves)) + b"".join(leaves)
+
+
+def test_leaf_bytes_are_the_documented_ones() -> None:
+    extents = [Extent(2, A, 3), Extent(5, None), Extent(1, B), Extent(1, A, 5)]
+    raw = pack_leaf(extents)
+    assert raw == raw_leaf([A, B], [(2, 0, 3), (5, HOLE, 0), (1, 1, 0), (1, 0, 5)])
+    leaf = Leaf.parse(raw)
+    assert leaf.extents() == extents
+    assert leaf.block_count == 9
+    assert leaf.chunks() == [A, B]
+    assert [leaf.find(block) for block in range(9)] == [0, 0, 1, 1, 1, 1, 1, 2, 3]
+
+
+def test_root_bytes_are_the_documented_ones() -> None:
+    root = Root(2 * LEAF_BYTES + 5, (A, None, B))
+    raw = raw_root(2 * LEAF_BYTES + 5, [A, bytes(32), B])
+    assert root.pack() == raw
+    assert Root.parse(raw) == root
+    assert [root.leaf_blocks(index) for index in range(3)] == [LEAF_BLOCKS, LEAF_BLOCKS, 1]
+
+
+def test_empty_image_has_a_root_of_no_leaves() -> None:
+    assert Root.parse(Root(0, ()).pack()) == Root(0, ())
+
+
+def test_leaf_of_holes_is_no_leaf() -> None:
+    assert pack_leaf([Extent(LEAF_BLOCKS, None)]) is None
+
+
+def test_largest_root_is_one_chunk() -> None:
+    largest = Root(IMAGE_LIMIT_BYTES, (A,) * LEAF_COUNT_LIMIT)
+    raw = largest.pack()
+    assert len(raw) <= CHUNK_LIMIT_BYTES < len(raw) + 32
+    assert Root.parse(raw) == largest
+    with pytest.raises(FormatError, match="at most"):
+        Root(IMAGE_LIMIT_BYTES + 1, (A,) * (LEAF_COUNT_LIMIT + 1)).pack()
+
+
+def test_largest_leaf_is_one_chunk() -> None:
+    extents = [Extent(1, ChunkId.of(b"%d" % number), number % 256) for number in range(LEAF_BLOCKS)]
+    raw = pack_leaf(extents)
+    assert raw is not None
+    assert len(raw) < CHUNK_LIMIT_BYTES
+    assert Leaf.parse(raw).extents() == extents
+
+
+@pytest.mark.parametrize(
+    "left, right, merged",
+    [
+        (Extent(1, None), Extent(4, None), True),
+        (Extent(1, A, 2), Extent(4, A, 3), True),
+        (Extent(1, A, 2), Extent(4, A, 4), False),
+        (Extent(1, A, 2), Extent(4, B, 3), False),
+        (Extent(1, A), Extent(1, None), False),
+        (Extent(1, None), Extent(1, A), False),
+    ],
+)
+def test_mergeable(left: Extent, right: Extent, merged: bool) -> None:
+    assert mergeable(left, right) is merged
+
+
+@pytest.mark.parametrize(
+    "raw, match",
+    [
+        (b"", "magic"),
+        (b"pvR1" + raw_leaf([A], [(1, 0, 0)])[4:], "magic"),
+        (raw_leaf([A], [(1, 0, 0)])[:-1], "bytes for 1 chunks"),
+        (raw_leaf([A], [(1, 0, 0)]) + b"\0", "bytes for 1 chunks"),
+        (raw_leaf([], []), "one or more"),
+        (raw_leaf([], [(4096, HOLE, 0)]), "one or more"),
+        (raw_leaf([A, A], [(1, 0, 0), (1, 1, 0)]), "different"),
+        (raw_leaf([bytes(32)], [(1, 0, 0)]), "different"),
+        (raw_leaf([A], [(0, 0, 0)]), "1 to 4096 blocks"),
+        (raw_leaf([A], [(4000, HOLE, 0), (97, 0, 0)]), "1 to 96 blocks"),
+        (raw_leaf([A], [(1, 0, 0), (1, HOLE, 1)]), "merged holes"),
+        (raw_leaf([A], [(1, 0, 0), (1, HOLE, 0), (1, HOLE, 0)]), "merged holes"),
+        (raw_leaf([A], [(1, 1, 0)]), "index of at most 0"),
+        (raw_leaf([A, B], [(1, 1, 0), (1, 0, 0)]), "index of at most 0"),
+        (raw_leaf([A], [(1, 0, 0), (1, 1, 0)]), "index of at most 0"),
+        (raw_leaf([A, B], [(1, 0, 0)]), "use all 2"),
+        (raw_leaf([A], [(2, 0, 255)]), "at most 256 blocks"),
+        (raw_leaf([A], [(1, 0, 0), (1, 0, 1)]), "merged run"),
+    ],
+)
+def test_leaf_refuses(raw: bytes, match: str) -> None:
+    with pytest.raises(FormatError, match=match):
+        Leaf.parse(raw)
+
+
+@pytest.mark.parametrize(
+    "raw, match",
+    [
+        (b"pvR1", "header"),
+        (raw_leaf([A], [(1, 0, 0)]), "magic"),
+        (raw_root(10, [A], block=512), "blocks of 4096"),
+        (raw_root(10, [A], leaf_blocks=8192), "4096 in a leaf"),
+        (raw_root(LEAF_BYTES + 1, [A]), "2 leaves"),
+        (raw_root(0, [A]), "0 leaves"),
+        (raw_root(1 << 63, [A]), "leaves for"),
+        (raw_root(10, [A])[:-1], "56 bytes for 1 leaves"),
+        (raw_root(10, [A]) + b"\0", "56 bytes for 1 leaves"),
+    ],
+)
+def test_root_refuses(raw: bytes, match: str) -> None:
+    with pytest.raises(FormatError, match=match):
+        Root.parse(raw)

@@ -1,0 +1,36 @@
+"""The lock of a store directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from imaged.errors import StoreBusyError
+from imaged.storelock import StoreLock, holders
+
+
+def test_many_share_it(tmp_path: Path) -> None:
+    with StoreLock.shared(tmp_path), StoreLock.shared(tmp_path), StoreLock.shared(tmp_path, readonly=True):
+        pass
+
+
+def test_alone_excludes_and_is_excluded(tmp_path: Path) -> None:
+    with StoreLock.shared(tmp_path), pytest.raises(StoreBusyError, match=f"process {os.getpid()} "):
+        StoreLock.exclusive(tmp_path)
+    with StoreLock.exclusive(tmp_path), pytest.raises(StoreBusyError, match=f"process {os.getpid()} "):
+        StoreLock.shared(tmp_path, wait_s=0.1)
+    with StoreLock.exclusive(tmp_path):
+        pass
+
+
+def test_holders_of_a_file_nobody_locks(tmp_path: Path) -> None:
+    (tmp_path / "lock").touch()
+    assert holders((tmp_path / "lock").stat()) == []
+
+
+def test_readonly_without_a_lock_file(tmp_path: Path) -> None:
+    with StoreLock.shared(tmp_path, readonly=True) as lock:
+        assert lock.fd == -1
+    assert not (tmp_path / "lock").exists()
