@@ -10,7 +10,7 @@ from fuse.errors import MountError
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 0x1, 0x2, 0x4, 0x8, 0x20
 MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE, MS_SLAVE = 0x1000, 0x2000, 0x4000, 0x40000, 0x80000
-MNT_DETACH, UMOUNT_NOFOLLOW = 0x2, 0x8
+MNT_DETACH, MNT_EXPIRE, UMOUNT_NOFOLLOW = 0x2, 0x4, 0x8
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 CLONE_NEWPID, CLONE_NEWNET, CLONE_NEWCGROUP = 0x20000000, 0x40000000, 0x2000000
 PR_SET_PDEATHSIG = 1
@@ -61,3 +61,69 @@ def pivot_root(new_root: PathLike, put_old: PathLike) -> None:
 def die_with_parent(signal_number: int) -> None:
     """prctl(PR_SET_PDEATHSIG): the kernel sends this signal when the thread that made this process ends."""
     _check(_libc.prctl(PR_SET_PDEATHSIG, signal_number, 0, 0, 0), "set parent death signal")
+
+
+PR_SET_DUMPABLE, PR_SET_NAME, PR_CAPBSET_DROP, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 4, 15, 24, 47, 4
+_SYS_OPEN_TREE, _SYS_MOVE_MOUNT, _SYS_CLOSE_RANGE = 428, 429, 436
+_AT_FDCWD, _OPEN_TREE_CLONE, _OPEN_TREE_CLOEXEC = -100, 0x1, os.O_CLOEXEC
+_MOVE_MOUNT_F_EMPTY_PATH, _CLOSE_RANGE_CLOEXEC, _ALL_FDS = 0x4, 0x4, 0xFFFFFFFF
+_CAPABILITY_VERSION_3 = 0x20080522
+
+_open_tree = _libc["syscall"]
+_open_tree.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+_move_mount = _libc["syscall"]
+_move_mount.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+_close_range = _libc["syscall"]
+_close_range.argtypes = [ctypes.c_long, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint]
+
+
+def open_tree(path: PathLike) -> int:
+    """open_tree(2): a copy of what is at `path`, as a mount that is attached nowhere; the caller closes it."""
+    fd = int(_open_tree(_SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(path), _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC))
+    if fd < 0:
+        raise MountError(f"copy mount of {os.fsdecode(path)}", ctypes.get_errno())
+    return fd
+
+
+def move_mount(fd: int, target: PathLike) -> None:
+    """move_mount(2): attaches a mount from `open_tree`; does not follow a symbolic link at `target`."""
+    arguments = fd, b"", _AT_FDCWD, os.fsencode(target), _MOVE_MOUNT_F_EMPTY_PATH
+    _check(_move_mount(_SYS_MOVE_MOUNT, *arguments), f"attach mount on {os.fsdecode(target)}")
+
+
+def close_on_exec_from(first: int) -> None:
+    """Marks every descriptor from `first` up, so that none of them reaches the next program."""
+    _check(_close_range(_SYS_CLOSE_RANGE, first, _ALL_FDS, _CLOSE_RANGE_CLOEXEC), "mark descriptors close-on-exec")
+
+
+def close_except(keep: set[int]) -> None:
+    """Closes every descriptor that is not in `keep`; whoever owns those objects must not use them again."""
+    first = 0
+    for fd in sorted(keep):
+        if fd > first:
+            _check(_close_range(_SYS_CLOSE_RANGE, first, fd - 1, 0), "close descriptors")
+        first = fd + 1
+    _check(_close_range(_SYS_CLOSE_RANGE, first, _ALL_FDS, 0), "close descriptors")
+
+
+def set_process_name(name: str) -> None:
+    """prctl(PR_SET_NAME), at most 15 bytes."""
+    buffer = ctypes.create_string_buffer(name.encode()[:15])
+    _check(_libc.prctl(PR_SET_NAME, ctypes.addressof(buffer), 0, 0, 0), "set process name")
+
+
+def set_undumpable() -> None:
+    """prctl(PR_SET_DUMPABLE, 0): no core file, and /proc/PID closed to processes without CAP_SYS_PTRACE, until exec."""
+    _check(_libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "set dumpable")
+
+
+def limit_capabilities(keep: frozenset[int], last: int) -> None:
+    """Programs executed from here on get at most `keep` of the capabilities 0 to `last`, and inherit none."""
+    for capability in set(range(last + 1)) - keep:
+        _check(_libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0), "limit capabilities")
+    _check(_libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0), "clear ambient capabilities")
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; low words, then high words
+    _check(_libc.capget(header, sets), "read capabilities")
+    sets[2] = sets[5] = 0
+    _check(_libc.capset(header, sets), "set capabilities")
