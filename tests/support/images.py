@@ -1,0 +1,36 @@
+"""From layer tars to a tree in memory."""
+
+from __future__ import annotations
+
+import io
+
+from imaged.apply import Tree
+from imaged.cutter import Cutter
+from imaged.ingest import read_layer
+from imaged.layer import Layer
+from imaged.tree import Inode
+from tests.support.memory_store import MemoryStore
+from tests.support.trees import content as read_content
+
+
+def ingest(tar: bytes, store: MemoryStore) -> Layer:
+    """One layer tar as a Layer whose data is in the store."""
+    warnings: list[str] = []
+    return read_layer(io.BytesIO(tar), Cutter(store), name="test", warn=warnings.append)
+
+
+def build(*layers: bytes, store: MemoryStore | None = None) -> Inode:
+    """The root of the tree that these layer tars make; every layer goes through its memo as well."""
+    store = store or MemoryStore()
+    tree = Tree()
+    for tar in layers:
+        layer = ingest(tar, store)
+        parsed = Layer.parse(layer.to_bytes())
+        assert parsed.to_bytes() == layer.to_bytes()
+        tree.apply(parsed, name="test")
+    return tree.root
+
+
+def content(inode: Inode, store: MemoryStore) -> bytes:
+    """The bytes of a regular file."""
+    return read_content(store, inode)
