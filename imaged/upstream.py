@@ -1,0 +1,380 @@
+"""A chunk server over HTTP: frames in one batch, image records, conversion jobs, uploads.
+
+Retrying is done here and, over several servers, in `imaged.fetch`: a broken batch goes on at the frame where it broke.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+from urllib.parse import quote
+
+from imaged.errors import ChunkMissingError, FormatError, NotFoundError, UpstreamError
+from imaged.frame import HEADER_BYTES, Codec, Frame, FrameHeader
+from imaged.httppool import Answer, ConnectionPool, HttpBrokenError
+from imaged.ids import ChunkId
+from imaged.names import ImageName
+from imaged.record import ImageRecord
+
+BATCH_LIMIT = 4096
+"""Ids in one batch; the server refuses more."""
+_JSON_LIMIT_BYTES = 64 << 20
+_RETRY_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """How long to go on after failures that may pass: refused or broken connections, 5xx, 429."""
+
+    total_s: float = 20.0
+    first_wait_s: float = 0.05
+    longest_wait_s: float = 2.0
+
+    def wait_s(self, attempt: int, retry_after_s: float = 0.0) -> float:
+        """Before attempt 1, 2, ...: exponential with jitter, at least what the server asked for."""
+        grown = min(self.longest_wait_s, self.first_wait_s * 2 ** (attempt - 1))
+        return max(random.uniform(grown / 2, grown), retry_after_s)
+
+
+class UpstreamRetryError(UpstreamError):
+    """A failure that may pass: another attempt, here or at another server, is worth it."""
+
+    def __init__(self, message: str, *, hint: str = "", retry_after_s: float = 0.0) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteImage:
+    """An image as a server lists it. `name` is the server's full name, "" for an image asked for by id only."""
+
+    name: str
+    id: ChunkId
+    record: ImageRecord
+    source: str = ""
+    chunks: int = 0
+    stored_bytes: int = 0
+    created_at: int = 0
+
+    @classmethod
+    def parse(cls, document: Mapping[str, Any], record: ImageRecord | None = None) -> RemoteImage:
+        """From the server's JSON; the record must hash to the id. FormatError otherwise."""
+        try:
+            chunk = ChunkId.parse(document["id"])
+            if record is None:
+                record = ImageRecord.parse(json.dumps(document["record"]).encode())
+            image = cls(
+                name=str(document.get("name", "")),
+                id=chunk,
+                record=record,
+                source=str(document.get("source", "")),
+                chunks=int(document.get("chunks", 0)),
+                stored_bytes=int(document.get("stored_bytes", 0)),
+                created_at=int(document.get("created_at", 0)),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise FormatError("image from the server", expected="name, id and record", found=repr(error)) from error
+        if image.record.id != chunk:
+            raise FormatError("image record from the server", expected=f"id {chunk}", found=str(image.record.id))
+        return image
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A conversion on the server. `state` is queued, running, done or failed; `image` is the result's
+    name, id and warnings."""
+
+    id: str
+    state: str
+    source: str
+    progress: Mapping[str, Any]
+    image: Mapping[str, Any] | None = None
+    error: str = ""
+    hint: str = ""
+
+    @property
+    def finished(self) -> bool:
+        return self.state in ("done", "failed")
+
+    @classmethod
+    def parse(cls, document: Mapping[str, Any]) -> Job:
+        try:
+            return cls(
+                id=str(document["id"]),
+                state=str(document["state"]),
+                source=str(document["source"]),
+                progress=dict(document.get("progress") or {}),
+                image=document.get("image"),
+                error=str(document.get("error", "")),
+                hint=str(document.get("hint", "")),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError("job from the server", expected="id, state and source", found=repr(error)) from error
+
+
+class HttpUpstream:
+    """One chunk server. Threads may share it: each request has a connection of its own from a pool. A context manager.
+
+    Satisfies `ChunkReader`. Frames are not verified here (`Frame.open` does), but they are the ones that were asked
+    for, in order, and no length is believed beyond the frame limit.
+    """
+
+    def __init__(self, url: str, *, retry: RetryPolicy | None = None, timeout_s: float = 20.0) -> None:
+        self.url = url.rstrip("/")
+        self.retry = retry or RetryPolicy()
+        self._pool = ConnectionPool(self.url, timeout_s=timeout_s)
+
+    def __repr__(self) -> str:
+        return f"HttpUpstream({self.url!r})"
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    # Chunks
+
+    def get(self, chunk: ChunkId) -> bytes:
+        """The verified bytes of one chunk. ChunkMissingError, ChunkCorruptError, UpstreamError."""
+        frame = next(iter(self.frames([chunk])))
+        if frame.header.codec is Codec.MISSING:
+            raise ChunkMissingError(chunk, f"not at {self.url}")
+        return frame.open()
+
+    def frames(self, chunks: Sequence[ChunkId]) -> Iterator[Frame]:
+        """A frame for each id in order, in batches; goes on after a break where the stream stopped. UpstreamError."""
+        position, attempt, started = 0, 0, time.monotonic()
+        while position < len(chunks):
+            before = position
+            try:
+                for frame in self.fetch(chunks[position : position + BATCH_LIMIT]):
+                    position += 1
+                    yield frame
+            except UpstreamRetryError as error:
+                if position > before:
+                    attempt, started = 0, time.monotonic()
+                attempt += 1
+                self._pause(attempt, started, error)
+
+    def fetch(self, chunks: Sequence[ChunkId]) -> Iterator[Frame]:
+        """One attempt at one batch, frames as they arrive. UpstreamRetryError when trying again is worth it."""
+        return self._fetch(chunks, {})
+
+    def refetch(self, chunks: Sequence[ChunkId]) -> Iterator[Frame]:
+        """As `fetch`, for chunks that came corrupt: caches on the way are passed by, and the server looks again whether
+        its own copy is sound."""
+        return self._fetch(chunks, {"Cache-Control": "no-cache"})
+
+    def _fetch(self, chunks: Sequence[ChunkId], headers: Mapping[str, str]) -> Iterator[Frame]:
+        if len(chunks) == 1:
+            yield self._fetch_one(chunks[0], headers)
+            return
+        body = b"".join(chunks)
+        with self._request("POST", "/v1/chunks/batch", body, "application/octet-stream", headers=headers) as answer:
+            for chunk in chunks:
+                frame = self._read_frame(answer)
+                if frame is None or frame.id != chunk:
+                    found = "the end of the answer" if frame is None else f"a frame of {frame.id}"
+                    raise UpstreamRetryError(f"{self.url}: batch: expected chunk {chunk}, found {found}")
+                yield frame
+            answer.finish()
+
+    def _fetch_one(self, chunk: ChunkId, headers: Mapping[str, str]) -> Frame:
+        """A plain GET: one packet out, and what caches on the way understand."""
+        with self._request("GET", f"/v1/chunks/{chunk}", headers=headers, accept_missing=True) as answer:
+            if answer.status == 404:
+                answer.read(_JSON_LIMIT_BYTES)
+                return Frame.missing(chunk)
+            frame = self._read_frame(answer)
+            if frame is None or frame.id != chunk:
+                raise UpstreamRetryError(f"{self.url}: asked for chunk {chunk}, got something else")
+            answer.finish()
+            return frame
+
+    def missing(self, chunks: Sequence[ChunkId]) -> list[ChunkId]:
+        """Those of `chunks` that the server does not have."""
+        absent: list[ChunkId] = []
+        for start in range(0, len(chunks), BATCH_LIMIT):
+            ids = [str(chunk) for chunk in chunks[start : start + BATCH_LIMIT]]
+            document = self._json("POST", "/v1/chunks/missing", {"ids": ids})
+            absent += [ChunkId.parse(str(text)) for text in document.get("missing", ())]
+        return absent
+
+    def upload(self, frames: Sequence[Frame]) -> None:
+        """Store these frames at the server; it verifies each one. Sending them again does no harm."""
+        body = b"".join(frame.pack() for frame in frames)
+        self._json("PUT", "/v1/chunks", raw=body)
+
+    # Images and jobs
+
+    def images(self) -> list[RemoteImage]:
+        document = self._json("GET", "/v1/images")
+        return [RemoteImage.parse(entry) for entry in document.get("images", ())]
+
+    def image(self, name: str) -> RemoteImage:
+        """By name or image id. NotFoundError, InvalidNameError."""
+        return RemoteImage.parse(self._json("GET", _image_path(name)))
+
+    @contextlib.contextmanager
+    def boot(self, name: str, *, known: ChunkId | None = None) -> Iterator[BootStream | None]:
+        """The image and, in the same answer, every small chunk a first mount needs. None: `known` is still current."""
+        headers = {"If-None-Match": f'"{known}"'} if known is not None else {}
+        path = f"{_image_path(name)}?view=boot"
+        with contextlib.ExitStack() as stack:
+            # What breaks once there is an answer is the caller's to see.
+            answer = self._retry(lambda: stack.enter_context(self._request("GET", path, headers=headers)))
+            if answer.status == 304:
+                answer.read(0)
+                yield None
+                return
+            frame = self._read_frame(answer)
+            if frame is None:
+                raise UpstreamRetryError(f"{self.url}: image {name}: an empty answer")
+            record = ImageRecord.parse(frame.open())
+            try:
+                document = json.loads(answer.header("pvisor-image"))
+            except (ValueError, RecursionError) as error:
+                raise UpstreamError(f"{self.url}: image {name}: no Pvisor-Image header in the answer") from error
+            yield BootStream(RemoteImage.parse(document, record), frame, self._rest(answer))
+
+    def _rest(self, answer: Answer) -> Iterator[Frame]:
+        while (frame := self._read_frame(answer)) is not None:
+            yield frame
+        answer.finish()
+
+    def publish(self, name: str, chunk: ChunkId) -> None:
+        """Name an image whose chunks are all at the server; UpstreamError says how many are not."""
+        self._json("PUT", _image_path(name), {"id": str(chunk)})
+
+    def convert(self, source: str, *, name: str | None = None, platform: str | None = None) -> Job:
+        """Start a conversion at the server, or join the one that runs."""
+        body = {"source": source, "name": name, "platform": platform}
+        wanted = {key: value for key, value in body.items() if value is not None}
+        return self.job(str(self._json("POST", "/v1/images", wanted).get("job", "")))
+
+    def job(self, job: str) -> Job:
+        return Job.parse(self._json("GET", f"/v1/jobs/{quote(job, safe='', errors='backslashreplace')}"))
+
+    # Requests
+
+    def _read_frame(self, answer: Answer) -> Frame | None:
+        """The next frame, None at a clean end."""
+        raw = answer.read(HEADER_BYTES)
+        if not raw:
+            return None
+        try:
+            header = FrameHeader.parse(raw)
+        except FormatError as error:
+            raise UpstreamRetryError(f"{self.url}: {error.message}") from error
+        payload = answer.read(header.payload_bytes) if header.payload_bytes else b""
+        if len(payload) != header.payload_bytes:
+            raise UpstreamRetryError(
+                f"{self.url}: the answer ends after {len(payload)} of {header.payload_bytes} bytes"
+            )
+        return Frame(header, payload)
+
+    @contextlib.contextmanager
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        content_type: str = "",
+        *,
+        headers: Mapping[str, str] | None = None,
+        accept_missing: bool = False,
+    ) -> Iterator[Answer]:
+        """One attempt. The connection goes back to the pool only when the whole answer was read."""
+        sent = dict(headers or ())
+        if content_type:
+            sent["Content-Type"] = content_type
+        try:
+            with self._pool.request(method, path, body, sent) as answer:
+                if answer.status >= 400 and not (accept_missing and answer.status == 404):
+                    self._refused(answer, path)
+                yield answer
+        except HttpBrokenError as error:
+            raise UpstreamRetryError(
+                f"chunk server {self.url}: {error}",
+                hint="check its URL, that it is running, and that it can be reached from here",
+            ) from error
+
+    def _refused(self, answer: Answer, path: str) -> None:
+        """Raise what the status means, with the server's own words."""
+        text = answer.read(1 << 16)
+        try:
+            document = json.loads(text)
+            message, hint = str(document["error"]), str(document.get("hint", ""))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            message, hint = f"status {answer.status} for {path}", ""
+        if answer.status in _RETRY_STATUS:
+            wait_s = answer.retry_after_s(self.retry.total_s)
+            raise UpstreamRetryError(f"chunk server {self.url}: {message}", hint=hint, retry_after_s=wait_s)
+        if answer.status == 404:
+            raise NotFoundError(f"chunk server {self.url}: {message}", hint=hint)
+        raise UpstreamError(f"chunk server {self.url}: {message}", hint=hint)
+
+    def _retry(self, attempt: Callable[[], T]) -> T:
+        """What `attempt` gives, tried again while it may still succeed and time is left."""
+        count, started = 0, time.monotonic()
+        while True:
+            try:
+                return attempt()
+            except UpstreamRetryError as error:
+                count += 1
+                self._pause(count, started, error)
+
+    def _json(
+        self, method: str, path: str, document: Mapping[str, Any] | None = None, *, raw: bytes | None = None
+    ) -> dict[str, Any]:
+        """A request whose answer is one JSON object, read whole within the attempt."""
+        body = raw if document is None else json.dumps(document).encode()
+        content_type = "application/json" if document is not None else "application/octet-stream" if raw else ""
+
+        def attempt() -> bytes:
+            with self._request(method, path, body, content_type) as answer:
+                return answer.read(_JSON_LIMIT_BYTES)
+
+        text = self._retry(attempt)
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UpstreamError(f"chunk server {self.url}: {method} {path}: the answer is not JSON") from error
+        if not isinstance(found, dict):
+            raise UpstreamError(f"chunk server {self.url}: {method} {path}: the answer is not a JSON object")
+        return found
+
+    def _pause(self, attempt: int, started: float, error: UpstreamRetryError) -> None:
+        """Sleep before the next attempt, or raise UpstreamError when the time is used up."""
+        wait_s = self.retry.wait_s(attempt, error.retry_after_s)
+        spent_s = time.monotonic() - started
+        if spent_s + wait_s > self.retry.total_s:
+            tried = f"{error.message} ({attempt} attempts in {spent_s:.1f} s)"
+            raise UpstreamError(tried, hint=error.hint) from error
+        time.sleep(wait_s)
+
+
+def _image_path(name: str) -> str:
+    """Where the server has the image of this name or id. InvalidNameError when it can be neither."""
+    ImageName.parse(name)
+    return f"/v1/images/{quote(name, safe='/:')}"
+
+
+@dataclass(frozen=True, slots=True)
+class BootStream:
+    """The image, the frame of its record, and the frames that follow: roots, leaves, metadata chunks. Unverified."""
+
+    image: RemoteImage
+    record_frame: Frame
+    frames: Iterator[Frame]

@@ -1,0 +1,172 @@
+"""The HTTP client against answers written by hand, in any cut."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from imaged.errors import InvalidNameError
+from imaged.httppool import ConnectionPool, HttpBrokenError
+
+BODY = bytes(range(256)) * 40
+LENGTH = b"HTTP/1.1 200 OK\r\nContent-Length: 10240\r\nX-A: b: c\r\n\r\n" + BODY
+CHUNKED = (
+    b"HTTP/1.1 200 OK\r\ntransfer-encoding: Chunked\r\n\r\n"
+    b"100;x=y\r\n" + BODY[:256] + b"\r\n2700\r\n" + BODY[256:] + b"\r\n0\r\nTrailer: x\r\n\r\n"
+)
+TO_THE_END = b"HTTP/1.1 200 OK\r\n\r\n" + BODY
+
+
+@contextlib.contextmanager
+def answering(*answers: bytes | list[bytes]) -> Iterator[tuple[ConnectionPool, list[bytes]]]:
+    """A server that gives these answers, one a request, a list on one connection; what it was sent is noted."""
+    requests: list[bytes] = []
+
+    def run() -> None:
+        for answer in answers:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(ConnectionError):
+                for part in answer if isinstance(answer, list) else [answer]:
+                    head = b""
+                    while not head.endswith(b"\r\n\r\n"):
+                        data = connection.recv(65536)
+                        if not data:
+                            break
+                        head += data
+                    requests.append(head)
+                    for start in range(0, len(part), step):
+                        connection.sendall(part[start : start + step])
+
+    step = 1000
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=run)
+        thread.start()
+        pool = ConnectionPool(f"http://127.0.0.1:{listener.getsockname()[1]}/base/", timeout_s=5)
+        yield pool, requests
+        pool.close()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def get(pool: ConnectionPool, step: int = 777) -> bytes:
+    with pool.request("GET", "/x", None, {"A": "b"}) as answer:
+        parts = []
+        while part := answer.read(step):
+            parts.append(part)
+        answer.finish()
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("raw", [LENGTH, CHUNKED, TO_THE_END, b"HTTP/1.1 100 Continue\r\n\r\n" + LENGTH])
+@pytest.mark.parametrize("step", [1, 255, 256, 257, 100_000])
+def test_bodies_of_every_kind(raw: bytes, step: int) -> None:
+    with answering(raw) as (pool, requests):
+        assert get(pool, step) == BODY
+        assert requests[0].startswith(b"GET /base/x HTTP/1.1\r\nHost: 127.0.0.1:")
+        assert b"\r\nA: b\r\n" in requests[0]
+
+
+def test_a_connection_is_used_again_and_a_lost_one_replaced() -> None:
+    with answering([LENGTH, CHUNKED, LENGTH], LENGTH) as (pool, requests):
+        for _ in range(4):
+            assert get(pool) == BODY
+        assert len(requests) >= 4
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"HTTP/1.1 200",
+        b"SSH-2.0-x\r\n\r\n",
+        b"HTTP/1.1 abc\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 20_000,
+        LENGTH[:-1],
+        CHUNKED[:-1],
+        CHUNKED[:-20],
+        CHUNKED[:5000],
+        CHUNKED.replace(b"2700", b"zz"),
+        CHUNKED.replace(b"2700", b"26ff"),
+    ],
+)
+def test_broken_answers(raw: bytes) -> None:
+    with answering(raw) as (pool, _), pytest.raises(HttpBrokenError):
+        get(pool)
+
+
+def test_more_than_asked_for_is_noticed() -> None:
+    with answering(LENGTH) as (pool, _), pytest.raises(HttpBrokenError, match="after the end"):  # noqa: SIM117
+        with pool.request("GET", "/x", None, {}) as answer:
+            answer.read(100)
+            answer.finish()
+
+
+def test_an_answer_without_a_body_and_one_not_read() -> None:
+    none = b"HTTP/1.1 304 Not Modified\r\nETag: x\r\n\r\n"
+    with answering([none, LENGTH], LENGTH) as (pool, _):
+        with pool.request("GET", "/x", None, {}) as answer:
+            assert (answer.status, answer.is_over, answer.header("etag")) == (304, True, "x")
+        with pool.request("GET", "/x", None, {}) as answer:
+            assert answer.read(5) == BODY[:5]
+        assert get(pool) == BODY
+
+
+def test_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    pool = ConnectionPool(f"http://127.0.0.1:{port}", timeout_s=1)
+    with pytest.raises(HttpBrokenError, match="refused"):
+        get(pool)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://x",
+        "http://",
+        "http://x:99999",
+        "http://x:0",
+        "x:80",
+        "http://a..b",
+        f"http://{'a' * 64}.test",
+        "http://[::1",
+        "http://a b",
+        "http://a\0b",
+        "http://a\ud800b",
+        "http://a/\ud800",
+    ],
+)
+def test_urls_that_are_none(url: str) -> None:
+    with pytest.raises(InvalidNameError, match="is not an http"):
+        ConnectionPool(url, timeout_s=1)
+
+
+@pytest.mark.parametrize(
+    ("url", "address", "host"),
+    [
+        ("http://b\u00fccher:80", ("xn--bcher-kva", 80), "xn--bcher-kva:80"),
+        ("http://b\u00fccher.test/", ("xn--bcher-kva.test", 80), "xn--bcher-kva.test"),
+        ("https://user:word@Host.test", ("host.test", 443), "host.test"),
+        ("http://[::1]:7878", ("::1", 7878), "[::1]:7878"),
+        ("http://[fe80::1%eth0]", ("fe80::1%eth0", 80), "[fe80::1%eth0]"),
+        ("http://under_score.:7878", ("under_score.", 7878), "under_score.:7878"),
+    ],
+)
+def test_hosts_as_they_are_asked_for(url: str, address: tuple[str, int], host: str) -> None:
+    pool = ConnectionPool(url, timeout_s=1)
+    assert pool._address == address
+    assert f"\r\nHost: {host}\r\n" in pool._tail
+
+
+def test_a_prefix_is_sent_as_ascii() -> None:
+    with answering(LENGTH) as (pool, requests):
+        port = pool._address[1]
+        odd = ConnectionPool(f"http://127.0.0.1:{port}/b\u00fc cher/%2F/", timeout_s=5)
+        assert get(odd) == BODY
+        odd.close()
+        assert requests[0].startswith(b"GET /b%C3%BC%20cher/%2F/x HTTP/1.1\r\n")

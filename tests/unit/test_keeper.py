@@ -1,0 +1,107 @@
+"""The keeper's thread outlives whatever it is given."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from imaged.errors import InvalidNameError, PvisorError, StoreError
+from imaged.frame import Codec, Frame, FrameHeader
+from imaged.ids import ChunkId
+from imaged.keeper import Keeper, VerifiedFrame
+from imaged.refs import Ref
+from imaged.store import ChunkStore
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ChunkStore]:
+    with ChunkStore.open(tmp_path / "store") as opened:
+        yield opened
+
+
+@pytest.fixture
+def keeper(store: ChunkStore) -> Iterator[Keeper]:
+    opened = Keeper(store)
+    yield opened
+    opened.close()
+
+
+def verified(data: bytes) -> VerifiedFrame:
+    frame = Frame.of(data)
+    return VerifiedFrame(frame.header, frame.payload, data)
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(60)
+
+
+def kept(keeper: Keeper, store: ChunkStore) -> bool:
+    """Whether it still does its work."""
+    frame = verified(b"after")
+    keeper.keep(frame)
+    keeper.drain(10)
+    return store.has(frame.id)
+
+
+def test_a_frame_that_the_store_refuses(keeper: Keeper, store: ChunkStore) -> None:
+    keeper.keep(VerifiedFrame(FrameHeader(ChunkId.of(b""), Codec.RAW, 0, 0), b"", b""))
+    assert kept(keeper, store)
+    assert keeper.dropped == 1
+
+
+def test_a_name_that_the_store_refuses(keeper: Keeper, store: ChunkStore) -> None:
+    ref = Ref(record=ChunkId.of(b""), created_at=0, source="", origin="", chunks=0, stored_bytes=0)
+    keeper.after(lambda: store.refs.set("n" * 600, ref))
+    with pytest.raises(InvalidNameError, match="600 bytes"):
+        keeper.drain(10)
+    assert kept(keeper, store)
+
+
+@pytest.mark.parametrize("error", [PvisorError("known"), RuntimeError("unknown")])
+def test_an_action_that_fails(keeper: Keeper, store: ChunkStore, error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    keeper.after(fail)
+    with pytest.raises(PvisorError, match="known"):
+        keeper.drain(10)
+    assert kept(keeper, store)
+
+
+def test_a_store_that_breaks(keeper: Keeper, store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "put_frame", fail)
+        patch.setattr(store, "flush", fail)
+        keeper.keep(verified(b"before"))
+        with pytest.raises(StoreError, match="broken"):
+            keeper.drain(10)
+    assert kept(keeper, store)
+    assert keeper.dropped == 1
+
+
+def test_a_store_that_hangs_holds_nobody_for_ever(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("imaged.keeper._FULL_WAIT_S", 0.001)
+    release = threading.Event()
+    keeper.after(lambda: assert_set(release))
+    frame = verified(b"frame")
+    while not keeper.dropped:
+        keeper.keep(frame)
+    for wait in (lambda: keeper.after(lambda: None, timeout_s=0.05), lambda: keeper.drain(0.05)):
+        with pytest.raises(StoreError, match="did not take"):
+            wait()
+    release.set()
+
+
+def test_a_closed_keeper_takes_nothing(store: ChunkStore) -> None:
+    keeper = Keeper(store)
+    keeper.close()
+    keeper.keep(verified(b"late"))
+    assert keeper.dropped == 1
+    with pytest.raises(StoreError, match="closed"):
+        keeper.drain(10)
