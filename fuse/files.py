@@ -1,0 +1,165 @@
+"""The files of the FUSE mount, without FUSE: which there are, how long, and what bytes they hold."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from fuse.readahead import Prefetcher, Runs
+from imaged.blockimage import BlockImage
+from imaged.errors import ChunkMissingError, FormatError, NotFoundError
+from imaged.fetch import Fetcher, Tally
+from imaged.ids import ChunkId
+
+_IDLE_FILES = 64
+"""Block images kept ready, with the leaves they have read, after their last reader closed them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageUse:
+    """What reading one image cost since the daemon started. `name` is how it was asked for last."""
+
+    id: ChunkId
+    name: str
+    tally: Tally
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, **self.tally.to_dict()}
+
+
+@dataclass(slots=True, eq=False)
+class BlockFile:
+    """One file. `handles` counts who has it open; guarded by the table's lock."""
+
+    image: BlockImage
+    tally: Tally
+    prefetcher: Prefetcher
+    handles: int = 0
+    runs: Runs = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.runs = Runs(self.image.size_bytes)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.image.size_bytes
+
+    def read(self, offset: int, length: int) -> bytes:
+        """All `length` bytes that the file has at `offset`, or an error: never fewer."""
+        self.tally.count(reads=1)
+        ahead = self.runs.note(offset, length)
+        if ahead is not None:
+            self.prefetcher.start(self.image.read, *ahead)
+        data = self.image.read(offset, length)
+        expected = max(0, min(length, self.size_bytes - offset))
+        if len(data) != expected:
+            where = f"read of {self.image.id} at {offset}"
+            raise FormatError(where, expected=f"{expected} bytes", found=f"{len(data)}")
+        return data
+
+
+class BlockFiles:
+    """A flat directory: the name of a file is a block image id. Any block image that can be had is a file.
+
+    Threads may share it. The counters of a block image are those of the image it was opened for with `assign`, else
+    its own.
+    """
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher = fetcher
+        self._prefetcher = Prefetcher()
+        self._lock = threading.Lock()
+        self._files: OrderedDict[ChunkId, BlockFile] = OrderedDict()
+        self._handles: dict[int, BlockFile] = {}
+        self._numbers = itertools.count(1)
+        self._uses: dict[ChunkId, ImageUse] = {}
+
+    def use(self, image: ChunkId, name: str) -> ImageUse:
+        """The counters of an image, under the name it has now."""
+        with self._lock:
+            held = self._uses.get(image)
+            if held is None or held.name != name:
+                held = self._uses[image] = ImageUse(image, name, held.tally if held is not None else Tally())
+            return held
+
+    def assign(self, block_image: ChunkId, tally: Tally) -> BlockFile:
+        """Count reads of this block image there, and make the file ready. Errors as `lookup`."""
+        with self._lock:
+            held = self._files.get(block_image)
+            if held is not None and held.tally is tally:
+                return held
+        fresh = self._load(block_image, tally)
+        with self._lock:
+            held = self._files.get(block_image)
+            if held is None or not held.handles:
+                self._files[block_image] = fresh
+                return fresh
+            return held
+
+    def lookup(self, name: str) -> BlockFile:
+        """NotFoundError when this names no block image; UpstreamError, StoreError, ChunkCorruptError when one can not
+        tell."""
+        if not ChunkId.is_id(name):
+            raise NotFoundError(f"{name[:80]!r} is not a block image id")
+        block_image = ChunkId.parse(name)
+        with self._lock:
+            held = self._files.get(block_image)
+            if held is not None:
+                self._files.move_to_end(block_image)
+                return held
+        tally = Tally()
+        try:
+            fresh = self._load(block_image, tally)
+        except (ChunkMissingError, FormatError) as error:
+            raise NotFoundError(f"no block image {block_image}: {error.message}") from error
+        with self._lock:
+            held = self._files.setdefault(block_image, fresh)
+            if held is fresh:
+                self._uses.setdefault(block_image, ImageUse(block_image, name, tally))
+                self._forget_idle()
+            return held
+
+    def open(self, name: str) -> int:
+        """A handle for `read`; errors as `lookup`."""
+        file = self.lookup(name)
+        with self._lock:
+            handle = next(self._numbers)
+            self._handles[handle] = file
+            file.handles += 1
+            return handle
+
+    def file(self, handle: int) -> BlockFile:
+        """The open file; KeyError when the handle is not open."""
+        return self._handles[handle]
+
+    def release(self, handle: int) -> None:
+        with self._lock:
+            self._handles.pop(handle).handles -= 1
+            self._forget_idle()
+
+    def names(self) -> list[str]:
+        """The files that have been looked up or opened: all others are there, too, once someone asks for them."""
+        with self._lock:
+            return [str(block_image) for block_image in self._files]
+
+    def status(self) -> dict[str, dict[str, Any]]:
+        """By image id: name and counters."""
+        with self._lock:
+            uses = list(self._uses.values())
+        return {str(use.id): use.to_json() for use in uses}
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._prefetcher.close()
+
+    def _load(self, block_image: ChunkId, tally: Tally) -> BlockFile:
+        image = BlockImage.open(self._fetcher.reader(block_image, tally), block_image)
+        return BlockFile(image, tally, self._prefetcher)
+
+    def _forget_idle(self) -> None:
+        idle = [block_image for block_image, file in self._files.items() if not file.handles]
+        for block_image in idle[: max(0, len(idle) - _IDLE_FILES)]:
+            del self._files[block_image]

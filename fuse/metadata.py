@@ -1,0 +1,63 @@
+"""EROFS metadata images as files, for the commands that mount them. They last no longer than the node daemon.
+
+A mount holds its file open and does without the name, so the names go as soon as no daemon is left that may just have
+told one to a command. What is there then is rubbish, or written without fsync before a power cut.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from imaged.errors import StoreError
+
+_FULL_HINT = "free space under PVISOR_HOME (`pvisor image rm` and `pvisor store gc`)"
+
+
+class MetadataFiles:
+    """Files in one directory, `<metadata id>.erofs`. Threads and daemons (each with its own object) may share it."""
+
+    def __init__(self, directory: Path) -> None:
+        """StoreError when the directory can not be used."""
+        self._directory = directory
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._remove_unused()
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+        except OSError as error:
+            raise StoreError(
+                f"can not use {directory}: {error.strerror}", hint="PVISOR_HOME must be writable and have free space"
+            ) from error
+
+    def file(self, name: str, read: Callable[[], bytes]) -> Path:
+        """The file of the image `name`; `read` gives its bytes when it is not there. StoreError."""
+        path = self._directory / f"{name}.erofs"
+        if path.exists():
+            return path
+        data = read()
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+        try:
+            temporary.write_bytes(data)
+            temporary.replace(path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise StoreError(f"can not write {path}: {error.strerror}", hint=_FULL_HINT) from error
+        return path
+
+    def close(self) -> None:
+        """Remove the files, unless another daemon uses the directory."""
+        self._remove_unused()
+        os.close(self._lock)
+
+    def _remove_unused(self) -> None:
+        """All files, if no daemon but this one has the directory open."""
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        for path in self._directory.iterdir():
+            path.unlink()

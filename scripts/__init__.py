@@ -1,0 +1,1 @@
+"""What `make` calls: package installation, the Debian image, the demo."""
