@@ -1,0 +1,71 @@
+# `make demo` sets everything up and runs the main job; `make test` runs every test. Both work from a fresh clone, as root.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+IMAGE ?=
+
+# What a worker needs, what the demo adds, what the tests and benchmarks add.
+RUN_PACKAGES := python3 python3-venv fuse3 libfuse3-3 mount
+DEMO_PACKAGES := mmdebstrap skopeo umoci docker-registry ca-certificates
+TEST_PACKAGES := erofs-utils attr acl busybox-static e2fsprogs podman runc openssl apache2-utils \
+	qemu-system-x86
+
+.PHONY: demo test quick lint format bench lock clean run-packages demo-packages test-packages
+
+demo: $(VENV)/ready demo-packages
+	@$(COMPILE)
+	$(BIN)/python -m scripts.demo $(if $(IMAGE),--image $(IMAGE))
+
+test: $(VENV)/ready demo-packages test-packages
+	$(BIN)/python -m pytest
+
+quick: $(VENV)/ready
+	$(BIN)/python -m pytest -q tests/unit tests/property
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/ready demo-packages test-packages
+	@$(COMPILE)
+	$(BIN)/python -m bench.chunk_size
+	$(BIN)/python -m bench.convert
+	$(BIN)/python -m bench.cold_shell
+	$(BIN)/python -m bench.read
+
+run-packages:
+	@scripts/packages.sh $(RUN_PACKAGES)
+
+demo-packages:
+	@scripts/packages.sh $(DEMO_PACKAGES)
+
+test-packages:
+	@scripts/packages.sh $(TEST_PACKAGES)
+
+# `compat` puts the checkout on the path with a .pth file: no import hook on the start-up path of the command.
+INSTALL := $(BIN)/pip install -q --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
+
+# Python compiles modules on first use, unless PYTHONDONTWRITEBYTECODE says not to: then every start would.
+COMPILE := $(BIN)/python -m compileall -q imaged fuse stage cli
+
+$(VENV)/ready: requirements-dev.lock pyproject.toml | run-packages
+	@echo "setting up $(VENV)" >&2
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/pip install -q --require-hashes -r requirements-dev.lock
+	@$(INSTALL)
+	@touch $@
+
+# Pin every dependency with its hashes; needs pip-tools on the path.
+lock:
+	pip-compile -q --generate-hashes --no-emit-index-url --no-emit-find-links --no-emit-trusted-host \
+		--strip-extras --no-header --allow-unsafe -o requirements.lock pyproject.toml
+	pip-compile -q --extra dev --generate-hashes --no-emit-index-url --no-emit-find-links --no-emit-trusted-host \
+		--strip-extras --no-header --allow-unsafe -c requirements.lock -o requirements-dev.lock pyproject.toml
+
+clean:
+	rm -rf $(VENV) .demo build *.egg-info

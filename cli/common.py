@@ -1,0 +1,160 @@
+"""What every command shares: its options, its output, its progress line."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from imaged.config import Config
+from imaged.progress import NoProgress, Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The options every command takes."""
+
+    server: str | None
+    json_output: bool
+    verbose: bool
+    store: Path | None = None
+
+    @property
+    def config(self) -> Config:
+        """The host's configuration with the --server and --store flags applied."""
+        return replace(Config.resolve(server=self.server), store_directory=self.store)
+
+    def emit(self, document: Any, text: str | Callable[[], str]) -> None:
+        """The result on stdout: the document with --json, the text otherwise."""
+        if self.json_output:
+            print(json.dumps(document))
+            return
+        shown = text() if callable(text) else text
+        if shown:
+            print(shown)
+
+
+def command_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --server, --json and -v, passed on as `settings`; absent ones are what the group was given."""
+
+    @click.option("--server", metavar="URL", help="Chunk server; PVISOR_SERVER when not given.")
+    @click.option("--json", "json_output", is_flag=True, help="One JSON document on stdout.")
+    @click.option("-v", "--verbose", is_flag=True, help="Show tracebacks and warnings on the way.")
+    @functools.wraps(function)
+    def command(
+        *arguments: Any,
+        server: str | None,
+        json_output: bool,
+        verbose: bool,
+        **options: Any,
+    ) -> Any:
+        given = click.get_current_context().find_object(Settings) or Settings(None, False, False)
+        settings = Settings(server or given.server, json_output or given.json_output, verbose or given.verbose)
+        return function(*arguments, settings=settings, **options)
+
+    return command
+
+
+def store_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`command_options`, and --store DIR, for commands on a store that need not be this host's own."""
+
+    @click.option("--store", "directory", metavar="DIR", help="Another store than PVISOR_HOME's, such as a server's.")
+    @command_options
+    @functools.wraps(function)
+    def command(*arguments: Any, settings: Settings, directory: str | None, **options: Any) -> Any:
+        store = Path(directory).absolute() if directory is not None else None
+        return function(*arguments, settings=replace(settings, store=store), **options)
+
+    return command
+
+
+def warn(message: str) -> None:
+    """A line on stderr about something that did not stop the command."""
+    print(f"pvisor: warning: {message}", file=sys.stderr)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text, two spaces apart."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [header, *rows]
+    )
+
+
+def human_bytes(count: int) -> str:
+    """1536 -> '1.5 KiB'."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def age(seconds: float) -> str:
+    """How long ago, in its largest unit: '5 minutes'."""
+    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= length:
+            count = int(seconds // length)
+            return f"{count} {unit}{'s' if count > 1 else ''}"
+    return "now" if seconds < 2 else f"{int(seconds)} seconds"
+
+
+class ProgressLine:
+    """An `imaged.progress.Progress` as a line on stderr, redrawn: `layer 2 of 3  [####    ] 41.0 MiB of ...`."""
+
+    INTERVAL_S = 0.1
+    BAR_WIDTH = 20
+
+    def __init__(self) -> None:
+        self._step = ""
+        self._done = 0
+        self._total: int | None = None
+        self._drawn_at = 0.0
+
+    def start(self, step: str, total_bytes: int | None) -> None:
+        self._step, self._done, self._total = step, 0, total_bytes
+        self._draw()
+
+    def advance(self, byte_count: int) -> None:
+        self._done += byte_count
+        if time.monotonic() - self._drawn_at >= self.INTERVAL_S:
+            self._draw()
+
+    def _draw(self) -> None:
+        self._drawn_at = time.monotonic()
+        line = f"{self._step}  {human_bytes(self._done)}"
+        if self._total:
+            filled = min(self.BAR_WIDTH, self.BAR_WIDTH * self._done // self._total)
+            bar = f"[{'#' * filled:{self.BAR_WIDTH}}]"
+            line = f"{self._step}  {bar} {human_bytes(self._done)} of {human_bytes(self._total)}"
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80  # 0 is a terminal that does not know
+        sys.stderr.write("\r\x1b[K" + line[: columns - 1])
+        sys.stderr.flush()
+
+    def close(self) -> None:
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
+
+
+@contextmanager
+def progress(settings: Settings) -> Iterator[Progress]:
+    """A line on stderr that is wiped at the end; nothing when stderr is no terminal or --json is on."""
+    if settings.json_output or not sys.stderr.isatty():
+        yield NoProgress()
+        return
+    line = ProgressLine()
+    try:
+        yield line
+    finally:
+        line.close()

@@ -1,0 +1,206 @@
+"""`pvisor image`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cli.common import Settings, age, human_bytes, progress, store_options, table, warn
+from imaged import catalog
+from imaged.errors import ChunkError, FormatError, InvalidNameError, NotFoundError
+from imaged.names import ImageName
+from imaged.record import ImageRecord
+from imaged.store import ChunkStore
+
+
+@click.group(short_help="List, inspect, tag, remove, verify and export images.")
+def image() -> None:
+    """Images of the local store, or of --store DIR."""
+
+
+def describe(name: str, record: ImageRecord, *, chunks: int, stored_bytes: int, **more: Any) -> dict[str, Any]:
+    """What `ls --json` and `inspect` show of an image."""
+    return {
+        "id": str(record.id),
+        "name": name,
+        "size": record.data_bytes,
+        "metadata_bytes": record.metadata_bytes,
+        "entries": record.entries,
+        "chunks": chunks,
+        "stored_bytes": stored_bytes,
+        "source_digest": record.source_digest,
+        "platform": record.platform,
+        "config": record.config,
+        "layers": list(record.layers),
+        "metadata": str(record.metadata),
+        "data": str(record.data),
+        **more,
+    }
+
+
+def describe_entry(entry: catalog.Entry) -> dict[str, Any]:
+    ref = entry.ref
+    more = {"source": ref.source, "origin": ref.origin, "created_at": ref.created_at}
+    return describe(entry.name, entry.record, chunks=ref.chunks, stored_bytes=ref.stored_bytes, **more)
+
+
+@image.command("ls")
+@click.option("--remote", is_flag=True, help="The server's images instead.")
+@store_options
+def list_images(settings: Settings, remote: bool) -> None:
+    """List images."""
+    images = _remote_images(settings) if remote else _local_images(settings)
+
+    def text() -> str:
+        now = time.time()
+        rows = [
+            [
+                found["name"],
+                found["id"][:12],
+                age(now - found["created_at"]),
+                human_bytes(found["size"]),
+                human_bytes(found["stored_bytes"]),
+                "lazy" if found["origin"] else "whole",
+            ]
+            for found in images
+        ]
+        return table(["NAME", "ID", "AGE", "SIZE", "STORED", "STATE"], rows)
+
+    settings.emit(images, text)
+
+
+def _local_images(settings: Settings) -> list[dict[str, Any]]:
+    if not settings.config.store.exists():
+        return []
+    images = []
+    with ChunkStore.open(settings.config.store, readonly=True) as store:
+        for name, ref in store.refs.items():
+            try:
+                images.append(describe_entry(catalog.load(store, name, ref)))
+            except (ChunkError, FormatError) as error:
+                again = f"`pvisor image verify {name}`, then pull or convert it again, or `pvisor image rm {name}`"
+                warn(f"{name} is left out: {error.message}; {again}")
+    return images
+
+
+def _remote_images(settings: Settings) -> list[dict[str, Any]]:
+    from imaged.acquire import command_upstream
+
+    server = settings.config.server
+    if server is None:
+        raise InvalidNameError("no server is set", hint="give --server URL or set PVISOR_SERVER")
+    with command_upstream(server) as upstream:
+        return [
+            describe(
+                found.name,
+                found.record,
+                chunks=found.chunks,
+                stored_bytes=found.stored_bytes,
+                source=found.source,
+                origin="",
+                created_at=found.created_at,
+            )
+            for found in upstream.images()
+        ]
+
+
+@image.command()
+@click.argument("name")
+@store_options
+def inspect(settings: Settings, name: str) -> None:
+    """Show everything known of an image; prints JSON."""
+    import json
+
+    with ChunkStore.open(settings.config.store, readonly=True) as store:
+        document = describe_entry(catalog.find(store, name))
+    settings.emit(document, lambda: json.dumps(document, indent=2))
+
+
+@image.command()
+@click.argument("name")
+@click.argument("new")
+@store_options
+def tag(settings: Settings, name: str, new: str) -> None:
+    """Give an image one more name; a name that is taken moves to it."""
+    target = str(ImageName.parse(new))
+    with ChunkStore.open(settings.config.store) as store:
+        entry = catalog.find(store, name)
+        store.refs.set(target, entry.ref)
+    settings.emit({"name": target, "id": str(entry.ref.record)}, target)
+
+
+@image.command()
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@store_options
+def rm(settings: Settings, names: tuple[str, ...]) -> None:
+    """Remove names. `pvisor store gc` then frees what no name keeps."""
+    removed = []
+    with ChunkStore.open(settings.config.store) as store:
+        for name in names:
+            full, _ = catalog.resolve(store, name)
+            if not store.refs.delete(full):
+                raise NotFoundError(f"image {full} was removed just now")
+            removed.append(full)
+    settings.emit({"removed": removed}, "\n".join(removed))
+
+
+@image.command()
+@click.argument("name")
+@store_options
+def verify(settings: Settings, name: str) -> int:
+    """Check every chunk of an image against its id. Exit code 1 when something is corrupt or lost."""
+    from imaged.acquire import image_reader
+    from imaged.verify import verify_image
+
+    with ChunkStore.open(settings.config.store) as store, progress(settings) as line:
+        entry = catalog.find(store, name)
+        with image_reader(store, entry) as reader:
+            report = verify_image(store, reader, entry, line)
+    document = {"name": entry.name, "id": str(entry.ref.record), "sound": report.sound, **asdict(report)}
+
+    def text() -> str:
+        absent = f", {report.absent} not fetched yet" if report.lazy else f", {report.absent} missing"
+        counts = f"{report.verified} of {report.chunks} chunks verified{absent if report.absent else ''}"
+        return "\n".join([*(f"corrupt: chunk {chunk}" for chunk in report.corrupt), f"{entry.name}: {counts}"])
+
+    settings.emit(document, text)
+    return 0 if report.sound else 1
+
+
+@image.command()
+@click.argument("name")
+@click.argument("target", metavar="FILE|DIR")
+@store_options
+def export(settings: Settings, name: str, target: str) -> None:
+    """Write an image to one EROFS file, or its files into a directory.
+
+    An existing directory, or a name that ends in /, gets the files (which needs root); it must be empty. Anything
+    else is the name of the EROFS file, which `mount -t erofs` and VMs can use without pVisor.
+
+    \b
+    Examples:
+      pvisor image export debian:12 debian.erofs
+      pvisor image export debian:12 ./root/
+    """
+    path = Path(target)
+    if target.endswith("/") or path.is_dir():
+        from cli.run import open_image
+        from fuse.mounts import mount_image
+        from stage.copy import copy_tree
+
+        mounted = mount_image(settings.config, open_image(settings, name))
+        with progress(settings) as line:
+            copy_tree(mounted, path, line)
+    else:
+        from imaged.acquire import image_reader
+        from imaged.export import export_file
+
+        with ChunkStore.open(settings.config.store) as store, progress(settings) as line:
+            entry = catalog.find(store, name)
+            with image_reader(store, entry) as reader:
+                export_file(reader, entry.record, path, line)
+    settings.emit({"name": name, "path": str(path)}, "")

@@ -1,0 +1,57 @@
+"""`pvisor node`."""
+
+from __future__ import annotations
+
+import click
+
+from cli.common import Settings, command_options, human_bytes, table
+
+
+@click.group(short_help="Start, stop and ask the host's node daemon.")
+def node() -> None:
+    """The host's node daemon: one FUSE mount that serves every image. Other commands start it on demand."""
+
+
+@node.command()
+@command_options
+def start(settings: Settings) -> None:
+    """Start the daemon; does nothing when it runs."""
+    from fuse.node import ensure
+
+    status = ensure(settings.config).status()
+    settings.emit(status, f"node daemon runs, pid {status['pid']}")
+
+
+@node.command()
+@command_options
+def stop(settings: Settings) -> None:
+    """Stop the daemon and unmount every image. Refuses when one is in use."""
+    from fuse.node import stop as stop_node
+
+    stopped = stop_node(settings.config)
+    settings.emit({"stopped": stopped}, "node daemon stopped" if stopped else "node daemon was not running")
+
+
+@node.command()
+@command_options
+def status(settings: Settings) -> int:
+    """Show what the daemon serves and what it fetched. Exit code 1 when it does not run."""
+    from fuse.node import connect
+
+    running = connect(settings.config)
+    if running is None:
+        settings.emit({"running": False, "images": {}}, "node daemon is not running")
+        return 1
+    document = {"running": True, **running.status()}
+    columns = ("reads", "hits", "requests", "fetched_chunks")
+
+    def text() -> str:
+        rows = [
+            [image["name"], *(str(image[column]) for column in columns), human_bytes(image["fetched_bytes"])]
+            for image in document["images"].values()
+        ]
+        header = ["IMAGE", "READS", "HITS", "REQUESTS", "CHUNKS FETCHED", "BYTES FETCHED"]
+        return f"node daemon runs, pid {document['pid']}\n" + table(header, rows)
+
+    settings.emit(document, text)
+    return 0
