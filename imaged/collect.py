@@ -28,8 +28,8 @@ from imaged.pack import (
     disk_bytes,
     pack_numbers,
     pack_path,
-    sync_directory,
 )
+from imaged.publish import sync_directory
 from imaged.reach import Marker
 from imaged.store import ChunkStore
 from imaged.storelock import StoreLock

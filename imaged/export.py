@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
 import stat
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
 
 from imaged.blockimage import BlockImage, read_blob
 from imaged.chunks import ChunkReader
@@ -18,6 +14,7 @@ from imaged.erofs.reader import move_to_primary
 from imaged.errors import FormatError, PvisorError
 from imaged.ids import BLOCK_BYTES
 from imaged.progress import NoProgress, Progress
+from imaged.publish import published
 from imaged.record import ImageRecord
 
 _WINDOW_BYTES = 4 << 20
@@ -42,7 +39,7 @@ def export_file(reader: ChunkReader, record: ImageRecord, path: Path, progress: 
     size_bytes = data_offset + image.size_bytes
     progress.start("export", image.size_bytes)
     try:
-        with _published(path) as stream:
+        with published(path) as stream:
             stream.write(metadata)
             stream.truncate(size_bytes)
             position = 0
@@ -106,22 +103,3 @@ def _data_ranges(image: BlockImage) -> Iterator[tuple[int, int]]:
             position += piece.length
         if begin < position:
             yield begin, position
-
-
-@contextlib.contextmanager
-def _published(path: Path) -> Iterator[BinaryIO]:
-    """A new file in the same directory that takes the name `path` at the end; nothing stays after an error."""
-    partial = path.with_name(f".pvisor-{secrets.token_hex(8)}.part")
-    try:
-        with open(partial, "xb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(path)
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
-    finally:
-        partial.unlink(missing_ok=True)

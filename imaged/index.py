@@ -23,7 +23,8 @@ from imaged.errors import StoreError
 from imaged.faults import REBUILD_HINT, store_faults
 from imaged.frame import HEADER_BYTES, Codec
 from imaged.ids import ChunkId
-from imaged.pack import PACK_HEADER_BYTES, disk_bytes, pack_bytes, pack_numbers, pack_path, sync_directory
+from imaged.pack import PACK_HEADER_BYTES, disk_bytes, pack_bytes, pack_numbers, pack_path
+from imaged.publish import sync_directory
 
 INDEX_NAME = "index.mdb"
 MAP_BYTES = 64 << 30

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from imaged.errors import ChunkCorruptError, FormatError
 from imaged.frame import HEADER_BYTES, MAGIC, Frame, FrameHeader
+from imaged.publish import sync_directory
 
 PACK_HEADER = struct.Struct("<4sI8s")
 PACK_HEADER_BYTES = PACK_HEADER.size
@@ -73,15 +74,6 @@ def disk_bytes(root: Path, number: int) -> int:
         return 0
     # Some file systems count no blocks at all.
     return min(status.st_size, status.st_blocks * _STAT_BLOCK_BYTES or status.st_size)
-
-
-def sync_directory(path: Path) -> None:
-    """fsync of a directory: names made or removed in it are durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 class PackWriter:

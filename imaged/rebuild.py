@@ -17,8 +17,8 @@ from imaged.pack import (
     pack_numbers,
     pack_path,
     scan,
-    sync_directory,
 )
+from imaged.publish import sync_directory
 from imaged.record import ImageRecord
 from imaged.refs import OriginTable, Ref, RefTable, read_copy, write_copy
 from imaged.salvage import Salvage, salvage

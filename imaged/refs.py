@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, Self
 from imaged.errors import FormatError, InvalidNameError
 from imaged.ids import ChunkId
 from imaged.index import Index, Txn
-from imaged.pack import sync_directory
+from imaged.publish import published
 
 REFS_NAME = "refs.json"
 _COPY_VERSION = 1
@@ -121,18 +120,8 @@ def _ref_bytes(ref: Ref) -> bytes:
 
 def write_copy(root: Path, refs: Mapping[str, Any]) -> None:
     """Replace `refs.json` atomically."""
-    path = root / REFS_NAME
-    temporary = root / f"{REFS_NAME}.{os.getpid()}.tmp"
-    try:
-        with temporary.open("w") as file:
-            json.dump({"version": _COPY_VERSION, "refs": refs}, file, sort_keys=True, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_directory(root)
+    with published(root / REFS_NAME) as file:
+        file.write(json.dumps({"version": _COPY_VERSION, "refs": refs}, sort_keys=True, indent=1).encode())
 
 
 def read_copy(root: Path) -> dict[str, Ref]:

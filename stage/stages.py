@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from imaged.publish import published
 from stage.errors import StageBusyError, StageMismatchError, StageNotFoundError, StageSetupError
 from stage.removal import remove_tree
 
@@ -140,21 +141,26 @@ class Stages:
 
     def list(self) -> list[StageInfo]:
         """All retained stages by name, but damaged ones."""
-        damaged = set(self.damaged())
-        return [_load(self.root / name) for name in self._names() if name not in damaged]
+        return [info for _, info in self._found() if info is not None]
 
     def damaged(self) -> tuple[str, ...]:
         """Directories whose stage.json does not say what they are: all that can be done is to drop them."""
-        return tuple(name for name in self._names() if _is_damaged(self.root / name))
+        return tuple(name for name, info in self._found() if info is None)
 
-    def _names(self) -> tuple[str, ...]:
-        names = (path.name for path in self.root.iterdir()) if self.root.is_dir() else ()
-        return tuple(sorted(name for name in names if _NAME.fullmatch(name)))
+    def _found(self) -> Iterator[tuple[str, StageInfo | None]]:
+        """Every stage's directory by name, with None for a damaged one."""
+        for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
+            if not _NAME.fullmatch(path.name):
+                continue
+            try:
+                yield path.name, _load(path)
+            except StageSetupError:
+                if path.exists():  # not when it was dropped meanwhile
+                    yield path.name, None
 
     def get(self, name: str) -> StageInfo:
         """Raises StageNotFoundError."""
-        path = self._existing(name)
-        return _load(path)
+        return _load(self._existing(name))
 
     def _existing(self, name: str) -> Path:
         path = self._path(name)
@@ -266,7 +272,8 @@ class Stages:
                 (path / directory).mkdir(0o755, exist_ok=True)
             if not (path / "stage.json").exists():
                 fields = {name: getattr(wanted, name) for name in StageInfo.__slots__}
-                _write_durably(path / "stage.json", json.dumps(fields, indent=1))
+                with published(path / "stage.json") as stream:
+                    stream.write(json.dumps(fields, indent=1).encode() + b"\n")
                 return wanted
         except OSError as error:
             raise StageSetupError(f"stage {path}: {error.strerror}", hint=_space_hint(error)) from error
@@ -300,32 +307,10 @@ def _load(path: Path) -> StageInfo:
         ) from error
 
 
-def _is_damaged(path: Path) -> bool:
-    try:
-        _load(path)
-    except StageSetupError:
-        return path.exists()  # not when it was dropped meanwhile
-    return False
-
-
 def _write(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_text(text + "\n")
     temporary.replace(path)
-
-
-def _write_durably(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("w") as stream:
-        stream.write(text + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def _running(path: Path) -> Init | None:

@@ -12,8 +12,12 @@ from imaged.storelock import StoreLock, holders
 
 
 def test_many_share_it(tmp_path: Path) -> None:
-    with StoreLock.shared(tmp_path), StoreLock.shared(tmp_path), StoreLock.shared(tmp_path, readonly=True):
-        pass
+    with (
+        StoreLock.shared(tmp_path) as first,
+        StoreLock.shared(tmp_path) as second,
+        StoreLock.shared(tmp_path, readonly=True) as third,
+    ):
+        assert len({first.fd, second.fd, third.fd}) == 3
 
 
 def test_alone_excludes_and_is_excluded(tmp_path: Path) -> None:
