@@ -20,7 +20,7 @@ RUN /build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . \
 
 FROM debian:12-slim
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends python3 fuse3 libfuse3-3 mount ca-certificates \
+    && apt-get install -y --no-install-recommends python3 fuse3 libfuse3-3 mount diffutils ca-certificates \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/pvisor /opt/pvisor
 ENV PATH=/opt/pvisor/bin:$PATH PVISOR_HOME=/var/lib/pvisor

@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 IMAGE ?=
 
 # What a worker needs, what the demo adds, what the tests and benchmarks add.
-RUN_PACKAGES := python3 python3-venv fuse3 libfuse3-3 mount
+RUN_PACKAGES := python3 python3-venv fuse3 libfuse3-3 mount diffutils
 DEMO_PACKAGES := mmdebstrap skopeo umoci docker-registry ca-certificates
 TEST_PACKAGES := erofs-utils attr acl busybox-static e2fsprogs podman runc openssl apache2-utils \
-	qemu-system-x86
+	qemu-system-x86 git patch libseccomp2
+BENCH_PACKAGES := casync curl zstd bubblewrap crun
 
-.PHONY: demo test quick lint format bench lock clean run-packages demo-packages test-packages
+.PHONY: demo test quick lint format bench lock clean run-packages demo-packages test-packages bench-packages
 
 demo: $(VENV)/ready demo-packages
 	@$(COMPILE)
@@ -31,12 +32,14 @@ format: $(VENV)/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/ready demo-packages test-packages
+bench: $(VENV)/ready demo-packages test-packages bench-packages
 	@$(COMPILE)
 	$(BIN)/python -m bench.chunk_size
 	$(BIN)/python -m bench.convert
-	$(BIN)/python -m bench.cold_shell
+	$(BIN)/python -m bench.cold_start -n 10 --docs docs/benchmarks
 	$(BIN)/python -m bench.read
+	$(BIN)/python -m bench.launchers
+	$(BIN)/python -m bench.stage
 
 run-packages:
 	@scripts/packages.sh $(RUN_PACKAGES)
@@ -46,6 +49,9 @@ demo-packages:
 
 test-packages:
 	@scripts/packages.sh $(TEST_PACKAGES)
+
+bench-packages:
+	@scripts/packages.sh $(BENCH_PACKAGES)
 
 # `compat` puts the checkout on the path with a .pth file: no import hook on the start-up path of the command.
 INSTALL := $(BIN)/pip install -q --no-deps --no-build-isolation --config-settings editable_mode=compat -e .

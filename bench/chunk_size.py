@@ -1,79 +1,73 @@
-"""What CHUNK_MAX costs and saves: stored bytes, index size, conversion time, and wire bytes of a cold shell.
+"""What the sizes in a block image cost and save: chunks, leaves, read-ahead, compression.
 
-    python -m bench.chunk_size [ROOTFS.tar] [--rounds 3]
+    python -m bench.chunk_size [--rounds 3]
 
-For each chunk size: convert the tar (a plain root file system) into a fresh ChunkStore, serve its data image through a
-FUSE file, mount it as EROFS with a cold page cache, run each command in it, and count the different chunks that the
-kernel's reads touched. Wire bytes are those chunks, the leaves on the way to them, the root, and the whole metadata
-image, all as stored. Needs root, /dev/fuse and a kernel that mounts EROFS from files (6.12).
+Each image's data is served through a FUSE file that notes every read of the kernel, mounted as EROFS with a cold page
+cache, and each workload is run in it. Where a byte lies on that disk does not depend on how it is cut, so one trace
+says for every cut which chunks and leaves a cold start fetches. Wire bytes are those as stored, without the metadata
+image and the record, which do not depend on any of this.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import errno
-import os
-import shlex
-import stat
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from bench.common import Samples, show, write
 from bench.image import layers
-from fuse import linux
+from bench.traced_mount import reads, traced_mount
+from bench.workloads import WORKLOADS, Image, Workload
 from imaged.apply import Tree
-from imaged.blockbuilder import BlockImageBuilder, write_blob
-from imaged.blockformat import LEAF_BYTES
+from imaged.blockbuilder import BlockImageBuilder
+from imaged.blockformat import LEAF_BLOCKS, block_count
 from imaged.blockimage import BlockImage
-from imaged.cutter import Cutter
+from imaged.cutter import CHUNK_MAX, PIECE_MAX, Cutter
+from imaged.denser import LEVEL
 from imaged.erofs.writer import metadata_image
-from imaged.ids import ChunkId
+from imaged.extent import Extent
+from imaged.frame import ZSTD_LEVEL, Frame
+from imaged.ids import BLOCK_BYTES, ChunkId
 from imaged.ingest import read_layer
 from imaged.layer import NodeEntry
 from imaged.layout import place
 from imaged.store import ChunkStore
-from scripts.debian import debian_layout
 
-SIZES = (16 << 10, 32 << 10, 64 << 10, 128 << 10)
-COMMANDS = ("sh -c 'echo ready'", "bash -lc 'ls -l /usr/bin | tail -1'", "perl -MPOSIX -e 'print 1'")
-MOUNTS = (("", 128), ("directio,", 128), ("directio,", 32), ("directio,", 16))
-"""EROFS options and read-ahead in KiB. Without directio the page cache of the FUSE file reads ahead once more."""
-
-
-@dataclass
-class Result:
-    """One chunk size. The last three are by mount options, read-ahead and command."""
-
-    chunk_bytes: int
-    convert_s: Samples = field(default_factory=Samples)
-    chunks: int = 0
-    data_stored_bytes: int = 0
-    index_stored_bytes: int = 0
-    metadata_stored_bytes: int = 0
-    wire_bytes: dict[str, int] = field(default_factory=dict)
-    wire_chunks: dict[str, int] = field(default_factory=dict)
-    reads: dict[str, int] = field(default_factory=dict)
+CUTS = ((64, 64), (64, 32), (64, 16), (32, 32), (128, 128))
+"""KiB of small files that share a chunk, and of the pieces of a large file."""
+READ_AHEAD_KIB = (8, 16, 32, 64, 128)
+LEAF_BLOCK_COUNTS = (4096, 2048, 1024, 512, 256)
+LEVELS = (1, ZSTD_LEVEL, 6, 9, 12, 15, LEVEL)
+_MOUNT = "directio,"
+_ONE_IN = 8
+"""Of all chunks, so many are compressed at every level; the sums are scaled."""
+Reads = Sequence[tuple[int, int]]
 
 
-def convert(tar: Path, store: ChunkStore, chunk_bytes: int) -> tuple[bytes, ChunkId, ChunkId]:
-    """The metadata image, its blob and the data image of one tar."""
+class Device(NamedTuple):
+    """A data image in a store, and the EROFS metadata that goes with it."""
+
+    metadata: bytes
+    image: BlockImage
+
+
+def convert(tar: Path, store: ChunkStore, cut: tuple[int, int]) -> Device:
+    """A plain root file system, cut so."""
+    cutter = Cutter(store, chunk_bytes=cut[0] << 10, piece_bytes=cut[1] << 10)
     with tar.open("rb") as stream:
-        layer = read_layer(stream, Cutter(store, chunk_bytes=chunk_bytes), warn=lambda text: None)
+        layer = read_layer(stream, cutter, warn=lambda text: None)
     order = [entry.inode for entry in layer.entries if isinstance(entry, NodeEntry)]
     tree = Tree()
     tree.apply(layer)
     builder = BlockImageBuilder(store)
     metadata = metadata_image(tree.root, place(tree.root, builder, order))
-    blob = write_blob(store, metadata)
     data = builder.finish()
     store.flush()
-    return metadata, blob, data
+    return Device(metadata, BlockImage.open(store, data))
 
 
 def stored(store: ChunkStore, chunks: Iterable[ChunkId]) -> int:
@@ -81,176 +75,234 @@ def stored(store: ChunkStore, chunks: Iterable[ChunkId]) -> int:
     return sum(found[1] for chunk in chunks if (found := store.sizes(chunk)) is not None)
 
 
-def serve_trace(store_root: Path, data: ChunkId, top: Path, log: Path) -> None:
-    """Serve the data image as the file `data` in `top` until it is unmounted; logs "offset length" of each read."""
-    os.environ["FUSE_LIBRARY_NAME"] = "fuse3"
-    import mfusepy
-
-    class Traced(mfusepy.Operations):
-        use_ns = True
-
-        def __init__(self, image: BlockImage, sink: int) -> None:
-            self.image, self.sink = image, sink
-
-        def getattr(self, path: str, fh: int | None = None) -> dict[str, int]:
-            if path == "/":
-                return {"st_mode": stat.S_IFDIR | 0o755, "st_nlink": 2}
-            if path == "/data":
-                return {"st_mode": stat.S_IFREG | 0o444, "st_nlink": 1, "st_size": self.image.size_bytes}
-            raise mfusepy.FuseOSError(errno.ENOENT)
-
-        def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
-            os.write(self.sink, b"%d %d\n" % (offset, size))
-            return self.image.read(offset, size)
-
-    with ChunkStore.open(store_root, readonly=True) as store:
-        sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        mfusepy.FUSE(Traced(BlockImage.open(store, data), sink), str(top), foreground=True, ro=True, nothreads=True)
+def compressed(store: ChunkStore, chunks: Iterable[ChunkId], level: int) -> tuple[int, float]:
+    """Bytes of the frames of these chunks at another level, and the CPU seconds to make them."""
+    raw = [store.get(chunk) for chunk in chunks]
+    started = time.process_time()
+    return sum(Frame.of(data, level=level).stored_bytes for data in raw), time.process_time() - started
 
 
-@contextlib.contextmanager
-def traced_mount(
-    work: Path, store_root: Path, metadata: bytes, data: ChunkId, options: str, read_ahead_kb: int
-) -> Iterator[tuple[Path, Path]]:
-    """The image mounted over FUSE, nothing of it cached: (mount point, log of reads)."""
-    blocks, root, log = work / "blocks", work / "root", work / "reads"
-    blocks.mkdir(exist_ok=True)
-    root.mkdir(exist_ok=True)
-    log.write_bytes(b"")
-    (work / "metadata").write_bytes(metadata)
-    command = [sys.executable, "-m", "bench.chunk_size", "--serve", str(store_root), str(data), str(blocks), str(log)]
-    server = subprocess.Popen(command)
-    try:
-        deadline = time.monotonic() + 10
-        while not (blocks / "data").exists():
-            if server.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the FUSE server of the benchmark did not start, status {server.poll()}")
-            time.sleep(0.02)
-        # A file-backed EROFS has a bdi named erofs-<number>, which nothing connects with the mount but its time.
-        before = set(Path("/sys/class/bdi").glob("erofs-*"))
-        linux.mount(work / "metadata", root, "erofs", linux.MS_RDONLY, f"{options}device={blocks / 'data'}")
-        try:
-            (bdi,) = set(Path("/sys/class/bdi").glob("erofs-*")) - before
-            (bdi / "read_ahead_kb").write_text(str(read_ahead_kb))
-            yield root, log
-        finally:
-            linux.umount(root, linux.MNT_DETACH)
-    finally:
-        subprocess.run(["fusermount3", "-u", "-z", str(blocks)], check=False, timeout=10)
-        try:
-            server.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+def data_chunks(image: BlockImage, trace: Reads) -> list[ChunkId]:
+    """What a cold start fetches of the file data."""
+    pieces = (piece for offset, length in trace for piece in image.pieces(offset, length))
+    return list(dict.fromkeys(piece.chunk for piece in pieces if piece.chunk is not None))
 
 
-def touched(image: BlockImage, log: Path) -> tuple[set[ChunkId], set[int], int]:
-    """The chunks and leaf numbers that the logged reads need, and how many reads there were."""
-    chunks: set[ChunkId] = set()
-    leaves: set[int] = set()
-    lines = log.read_text().splitlines()
-    for line in lines:
-        offset, length = map(int, line.split())
-        chunks.update(piece.chunk for piece in image.pieces(offset, length) if piece.chunk is not None)
-        leaves.update(range(offset // LEAF_BYTES, (offset + length - 1) // LEAF_BYTES + 1))
-    return chunks, leaves, len(lines)
+def leaves_touched(image: BlockImage, trace: Reads) -> list[ChunkId]:
+    """The leaves on the way to it."""
+    size = image.root.leaf_bytes
+    numbers = {
+        number for offset, length in trace for number in range(offset // size, (offset + length - 1) // size + 1)
+    }
+    found = (image.root.leaves[number] for number in sorted(numbers) if number < len(image.root.leaves))
+    return list(dict.fromkeys(leaf for leaf in found if leaf is not None))
 
 
-def wire(work: Path, store: ChunkStore, result: Result, metadata: bytes, data: ChunkId) -> None:
-    """Run every command on a cold mount and fill in what it would fetch."""
-    image = BlockImage.open(store, data)
-    fixed = result.metadata_stored_bytes + stored(store, [data])
-    for options, read_ahead_kb in MOUNTS:
-        for command in COMMANDS:
-            key = f"{options}{read_ahead_kb} KiB: {command}"
-            with traced_mount(work, store.root, metadata, data, options, read_ahead_kb) as (root, log):
-                subprocess.run(
-                    ["chroot", str(root), *shlex.split(command)], check=True, capture_output=True, timeout=60
-                )
-                chunks, leaves, reads = touched(image, log)
-            walked = [leaf for number in leaves if (leaf := leaf_at(image, number)) is not None]
-            result.wire_bytes[key] = fixed + stored(store, chunks) + stored(store, walked)
-            result.wire_chunks[key] = len(chunks)
-            result.reads[key] = reads
+def with_leaves(store: ChunkStore, image: BlockImage, leaf_blocks: int) -> BlockImage:
+    """The same disk in leaves of another range."""
+    builder = BlockImageBuilder(store, leaf_blocks=leaf_blocks)
+    step = 1 << 20
+    for offset in range(0, image.size_bytes, step):
+        for piece in image.pieces(offset, step):
+            first_block = piece.chunk_offset // BLOCK_BYTES
+            builder.append(Extent(block_count(piece.length), piece.chunk, first_block if piece.chunk else 0))
+    return BlockImage.open(store, builder.finish())
 
 
-def leaf_at(image: BlockImage, number: int) -> ChunkId | None:
-    """The id of one leaf, None for a hole."""
-    return image.root.leaves[number] if number < len(image.root.leaves) else None
+def trace(work: Path, store: ChunkStore, device: Device, workload: Workload, read_ahead_kib: int) -> Reads:
+    """Run it on a cold mount: (offset, length) of every read of the data image."""
+    with traced_mount(work, store.root, device.metadata, device.image.id, _MOUNT, read_ahead_kib) as (root, log):
+        done = subprocess.run(["chroot", str(root), *workload.argv], check=True, capture_output=True, timeout=60)
+        if workload.marker not in done.stdout:
+            raise RuntimeError(f"{workload.name}: no {workload.marker!r} in its output")
+        return reads(log)
 
 
-def measure(tar: Path, result: Result, *, last: bool) -> None:
-    """One conversion into a fresh store; in the last round also everything else about the image."""
-    with tempfile.TemporaryDirectory(prefix="chunk-size-") as name:
-        work = Path(name)
-        with ChunkStore.open(work / "store") as store:
-            started = time.perf_counter()
-            metadata, blob, data = convert(tar, store, result.chunk_bytes)
-            result.convert_s.add(time.perf_counter() - started)
-            if not last:
-                return
-            device, description = BlockImage.open(store, data), BlockImage.open(store, blob)
-            chunks = list(device.chunk_ids())
-            result.chunks = len(chunks)
-            result.data_stored_bytes = stored(store, chunks)
-            result.index_stored_bytes = stored(store, [data, *device.leaf_ids()])
-            parts = [blob, *description.leaf_ids(), *description.chunk_ids()]
-            result.metadata_stored_bytes = stored(store, parts)
-            wire(work, store, result, metadata, data)
+def study(image: Image, rounds: int, work: Path) -> dict[str, Any]:
+    """All tables of one image."""
+    tar = work / "root.tar"
+    with tar.open("wb") as output:
+        subprocess.run(["zcat", *map(str, layers(image.layout()))], stdout=output, check=True)
+    workloads = [workload for workload in WORKLOADS if workload.image == image]
+    times = {cut: Samples() for cut in CUTS}
+    # Cuts alternate within a round, so that noise of the machine meets all of them.
+    for number in range(rounds):
+        for cut in CUTS:
+            with ChunkStore.open(work / f"round-{number}-{cut[0]}-{cut[1]}") as store:
+                started = time.perf_counter()
+                convert(tar, store, cut)
+                times[cut].add(time.perf_counter() - started)
+    document: dict[str, Any] = {"cuts": [], "read_ahead": [], "leaves": [], "levels": []}
+    with ChunkStore.open(work / "chosen") as store:
+        device = convert(tar, store, (CHUNK_MAX >> 10, PIECE_MAX >> 10))
+        traces = {
+            (workload.name, kib): trace(work, store, device, workload, kib)
+            for workload in workloads
+            for kib in READ_AHEAD_KIB
+        }
+        chosen = {workload.name: traces[workload.name, 32] for workload in workloads}
+        document["read_ahead"] = read_ahead(store, device.image, traces)
+        document["leaves"] = leaf_ranges(store, device.image, chosen)
+        document["levels"] = levels(store, device.image, chosen)
+    for cut in CUTS:
+        with ChunkStore.open(work / f"cut-{cut[0]}-{cut[1]}") as store:
+            document["cuts"].append(cut_costs(store, convert(tar, store, cut).image, cut, chosen))
+        document["cuts"][-1]["convert_s"] = times[cut].to_json()
+    report(image, document)
+    return document
 
 
-def tables(results: list[Result]) -> None:
-    """One table of what an image costs, one of what a cold shell costs."""
-    rows = [
+def read_ahead(store: ChunkStore, image: BlockImage, traces: dict[tuple[str, int], Reads]) -> list[dict[str, Any]]:
+    """By workload and read-ahead: reads of the kernel, chunks, bytes of their frames."""
+    found = []
+    for (workload, kib), trace in traces.items():
+        chunks = data_chunks(image, trace)
+        row = {"workload": workload, "read_ahead_kib": kib, "reads": len(trace), "chunks": len(chunks)}
+        found.append(row | {"read_bytes": sum(length for _, length in trace), "bytes": stored(store, chunks)})
+    return found
+
+
+def leaf_ranges(store: ChunkStore, image: BlockImage, traces: dict[str, Reads]) -> list[dict[str, Any]]:
+    """By range of a leaf: the root, all leaves, and those on the way of each workload."""
+    found = []
+    for leaf_blocks in LEAF_BLOCK_COUNTS:
+        other = with_leaves(store, image, leaf_blocks)
+        row = {"leaf_blocks": leaf_blocks, "root_bytes": stored(store, [other.id])}
+        row["all_bytes"] = stored(store, other.leaf_ids())
+        touched = {name: leaves_touched(other, trace) for name, trace in traces.items()}
+        counts = {name: {"leaves": len(leaves), "bytes": stored(store, leaves)} for name, leaves in touched.items()}
+        found.append({**row, "workloads": counts})
+    return found
+
+
+def levels(store: ChunkStore, image: BlockImage, traces: dict[str, Reads]) -> list[dict[str, Any]]:
+    """By zstd level: the whole image (scaled from a part) and what each workload touches."""
+    sample = list(image.chunk_ids())[::_ONE_IN]
+    found = []
+    for level in LEVELS:
+        size, cpu_s = compressed(store, sample, level)
+        row: dict[str, Any] = {"level": level, "bytes": size * _ONE_IN, "cpu_s": cpu_s * _ONE_IN, "workloads": {}}
+        for name, trace in traces.items():
+            size, cpu_s = compressed(store, data_chunks(image, trace), level)
+            row["workloads"][name] = {"bytes": size, "cpu_s": cpu_s}
+        found.append(row)
+    return found
+
+
+def cut_costs(store: ChunkStore, image: BlockImage, cut: tuple[int, int], traces: dict[str, Reads]) -> dict[str, Any]:
+    """Of one cut: all chunks, the map, and what each workload fetches, at both levels."""
+    chunks = list(image.chunk_ids())
+    row: dict[str, Any] = {"pack_kib": cut[0], "piece_kib": cut[1], "chunks": len(chunks), "workloads": {}}
+    row["data_bytes"] = stored(store, chunks)
+    row["map_bytes"] = stored(store, [image.id, *image.leaf_ids()])
+    for name, trace in traces.items():
+        touched = data_chunks(image, trace)
+        way = stored(store, [image.id, *leaves_touched(image, trace)])
+        dense, _ = compressed(store, touched, LEVEL)
+        row["workloads"][name] = {
+            "chunks": len(touched),
+            "bytes": stored(store, touched),
+            "dense_bytes": dense,
+            "map_bytes": way,
+        }
+    return row
+
+
+def report(image: Image, document: dict[str, Any]) -> None:
+    """The tables."""
+    show(
+        f"{image.name}: chunks of small files / pieces of large ones, leaves of {LEAF_BLOCKS >> 8} MiB, "
+        "read-ahead 32 KiB",
         (
-            f"{result.chunk_bytes >> 10} KiB",
-            f"{result.chunks}",
-            f"{result.data_stored_bytes / 1e6:.2f}",
-            f"{result.index_stored_bytes / 1e3:.1f}",
-            f"{result.metadata_stored_bytes / 1e3:.1f}",
-            f"{result.convert_s.p50:.2f}",
-            f"{result.convert_s.p95:.2f}",
-            f"{len(result.convert_s.values)}",
-        )
-        for result in results
-    ]
-    show("image", ("chunk", "chunks", "data MB", "index KB", "metadata KB", "convert P50 s", "P95 s", "n"), rows)
-    header = ("mount, read-ahead, command", *(f"{result.chunk_bytes >> 10} KiB" for result in results))
-    for title, cell in (
-        ("wire MB", lambda result, key: f"{result.wire_bytes[key] / 1e6:.3f}"),
-        ("data chunks fetched / FUSE reads", lambda result, key: f"{result.wire_chunks[key]} / {result.reads[key]}"),
-    ):
-        show(title, header, [(key, *(cell(result, key) for result in results)) for key in results[0].wire_bytes])
+            "KiB",
+            "chunks",
+            "data MB",
+            "map KB",
+            "convert P50 s",
+            "n",
+            "cold start",
+            "chunks",
+            "MB",
+            f"MB at {LEVEL}",
+            "map KB",
+        ),
+        [
+            (
+                f"{row['pack_kib']} / {row['piece_kib']}",
+                str(row["chunks"]),
+                f"{row['data_bytes'] / 1e6:.2f}",
+                f"{row['map_bytes'] / 1e3:.1f}",
+                f"{row['convert_s']['p50']:.2f}",
+                str(row["convert_s"]["n"]),
+                name,
+                str(cost["chunks"]),
+                f"{cost['bytes'] / 1e6:.3f}",
+                f"{cost['dense_bytes'] / 1e6:.3f}",
+                f"{cost['map_bytes'] / 1e3:.1f}",
+            )
+            for row in document["cuts"]
+            for name, cost in row["workloads"].items()
+        ],
+    )
+    show(
+        f"{image.name}: read-ahead of the kernel",
+        ("cold start", "KiB", "FUSE reads", "MB read", "chunks", "MB"),
+        [
+            (
+                row["workload"],
+                str(row["read_ahead_kib"]),
+                str(row["reads"]),
+                f"{row['read_bytes'] / 1e6:.3f}",
+                str(row["chunks"]),
+                f"{row['bytes'] / 1e6:.3f}",
+            )
+            for row in document["read_ahead"]
+        ],
+    )
+    show(
+        f"{image.name}: range of a leaf",
+        ("MiB", "root KB", "all leaves KB", "cold start", "leaves", "root and leaves KB"),
+        [
+            (
+                str(row["leaf_blocks"] >> 8),
+                f"{row['root_bytes'] / 1e3:.1f}",
+                f"{row['all_bytes'] / 1e3:.1f}",
+                name,
+                str(cost["leaves"]),
+                f"{(row['root_bytes'] + cost['bytes']) / 1e3:.1f}",
+            )
+            for row in document["leaves"]
+            for name, cost in row["workloads"].items()
+        ],
+    )
+    show(
+        f"{image.name}: zstd level",
+        ("level", "data MB", "CPU s", "cold start", "MB", "CPU s"),
+        [
+            (
+                str(row["level"]),
+                f"{row['bytes'] / 1e6:.2f}",
+                f"{row['cpu_s']:.2f}",
+                name,
+                f"{cost['bytes'] / 1e6:.3f}",
+                f"{cost['cpu_s']:.2f}",
+            )
+            for row in document["levels"]
+            for name, cost in row["workloads"].items()
+        ],
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tar", type=Path, nargs="?", help="default: the Debian root of the other benchmarks")
     parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="pvisor-bench-") as scratch:
-        tar = arguments.tar
-        if tar is None:
-            tar = Path(scratch) / "debian.tar"
-            with tar.open("wb") as output:
-                subprocess.run(["zcat", *map(str, layers(debian_layout()))], stdout=output, check=True)
-        compare(tar, arguments.rounds)
-
-
-def compare(tar: Path, rounds: int) -> None:
-    """Every size in every round, and the tables."""
-    # Sizes alternate within a round, so that noise of the machine meets all of them.
-    results = [Result(size) for size in SIZES]
-    for number in range(rounds):
-        for result in results:
-            measure(tar, result, last=number == rounds - 1)
-    tables(results)
-    rows = [asdict(result) | {"convert_s": result.convert_s.to_json()} for result in results]
-    write("chunk_size", {"input": tar.name, "results": rows})
+    rounds = parser.parse_args().rounds
+    documents = {}
+    for image in dict.fromkeys(workload.image for workload in WORKLOADS):
+        with tempfile.TemporaryDirectory(prefix="pvisor-bench-") as directory:
+            documents[image.name] = study(image, rounds, Path(directory))
+    write("chunk_size", {"images": documents})
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--serve"]:
-        serve_trace(Path(sys.argv[2]), ChunkId.parse(sys.argv[3]), Path(sys.argv[4]), Path(sys.argv[5]))
-    else:
-        main()
+    main()

@@ -16,7 +16,18 @@ from typing import Any
 import click
 
 from imaged.config import Config
+from imaged.errors import PvisorError
 from imaged.progress import NoProgress, Progress
+
+
+class OutputError(PvisorError):
+    """The command did what it does, and what it had to say could not be written."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(
+            f"the command has done its work, but its output could not be written: {error.strerror}",
+            hint="see where stdout goes; do not run the command again for its effect",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +45,23 @@ class Settings:
         return replace(Config.resolve(server=self.server), store_directory=self.store)
 
     def emit(self, document: Any, text: str | Callable[[], str]) -> None:
-        """The result on stdout: the document with --json, the text otherwise."""
-        if self.json_output:
-            print(json.dumps(document))
+        """The result on stdout: the document with --json, the text otherwise. OutputError."""
+        shown = json.dumps(document) if self.json_output else text() if callable(text) else text
+        if not shown:
             return
-        shown = text() if callable(text) else text
-        if shown:
-            print(shown)
+        with writing():
+            print(shown, flush=True)
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """For a block that only writes to stdout. OutputError; BrokenPipeError when nobody reads it any more."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(error) from error
 
 
 def command_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,6 +96,16 @@ def store_options(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*arguments, settings=replace(settings, store=store), **options)
 
     return command
+
+
+def log_to_stderr(level: str = "ERROR") -> None:
+    """Log messages on stderr; the first call decides which, and the hot path of `run` does without.
+
+    What goes wrong for good ends as an error; what was merely noticed on the way is for -v, and for servers' logs.
+    """
+    import logging
+
+    logging.basicConfig(format="pvisor: %(levelname)s: %(message)s", level=level)
 
 
 def warn(message: str) -> None:

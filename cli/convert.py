@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+from pathlib import Path
+
 import click
 
 from cli.common import Settings, command_options, progress, warn
 from imaged import acquire
 from imaged.acquire import Acquired
-from imaged.names import SourceName
+from imaged.ids import ChunkId
+from imaged.names import ImageName, SourceName
+
+_LEAST_FILL_MIB, _MOST_FILL_MIB = 0.001, 1_000_000
 
 
 def show(settings: Settings, acquired: Acquired) -> None:
@@ -19,9 +26,20 @@ def show(settings: Settings, acquired: Acquired) -> None:
 
 
 def pull_image(settings: Settings, text: str, *, lazy: bool, platform: str | None = None) -> Acquired:
-    """Pull, with a progress line on a terminal."""
+    """Pull, with a progress line on a terminal. Lazily through the node daemon, where there can be one: it goes on
+    fetching what the image needs to start."""
+    config = settings.config
     with progress(settings) as line:
-        return acquire.pull_image(settings.config, text, lazy=lazy, platform=platform, progress=line)
+        if not lazy or os.geteuid() != 0 or not Path("/dev/fuse").exists():
+            return acquire.pull_image(config, text, lazy=lazy, platform=platform, progress=line)
+        found = acquire.locate(config, text, platform=platform, progress=line)
+        if isinstance(found, Acquired):
+            return found
+        from fuse.node import ensure
+
+        ImageName.parse(found.name)  # a bad name is wrong usage; the daemon could only say that it failed
+        pulled = ensure(config).pull(found.name, server=found.server)
+        return Acquired(name=pulled.pop("name"), id=ChunkId.parse(pulled.pop("id")), details=pulled)
 
 
 @click.command(short_help="Turn an OCI image into a block image.")
@@ -59,19 +77,56 @@ def convert(settings: Settings, source: str, name: str | None, platform: str | N
     show(settings, acquired)
 
 
-@click.command(short_help="Fetch an image, whole or lazily.")
+def fill_bytes(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    """Bytes a second, from a number of MiB."""
+    if text is None:
+        return None
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not _LEAST_FILL_MIB <= rate <= _MOST_FILL_MIB:  # false of nan, too
+        limits = f"a number of MiB a second from {_LEAST_FILL_MIB} to {_MOST_FILL_MIB}"
+        raise click.BadParameter(f"{text!r} is not {limits}", context, parameter)
+    return int(rate * (1 << 20))
+
+
+@click.command(short_help="Fetch an image, completely or lazily.")
 @click.option("--lazy", is_flag=True, help="Fetch the metadata only; file data arrives when it is read.")
+@click.option("--fill", is_flag=True, help="With --lazy: the node daemon goes on until the image is complete.")
+@click.option(
+    "--fill-rate",
+    metavar="MIB",
+    callback=fill_bytes,
+    envvar="PVISOR_FILL_RATE",
+    help="Bound of --fill in MiB a second; PVISOR_FILL_RATE when not given, else 8.",
+)
 @click.option("--platform", metavar="OS/ARCH", help="Of a source that has several. Default: this host's.")
 @click.argument("image", metavar="SOURCE|NAME")
 @command_options
-def pull(settings: Settings, image: str, lazy: bool, platform: str | None) -> None:
+def pull(settings: Settings, image: str, lazy: bool, fill: bool, fill_rate: int | None, platform: str | None) -> None:
     """Fetch an image from the server, or from an OCI source where no server is set.
 
-    With --lazy the image is ready as soon as its metadata is here.
+    With --lazy the image is ready as soon as its metadata is here; what it needs to start, as far as that is known
+    from earlier runs, goes on arriving in the background (as root, by the node daemon).
+
+    With --fill everything else follows, behind all that processes read, until the image needs no server; `pvisor node
+    status` shows how far it is. Whatever ends the daemon meanwhile, the next one goes on.
 
     \b
     Examples:
       pvisor pull --lazy debian:12 --server http://store:7878
+      pvisor pull --lazy --fill --fill-rate 50 debian:12
       pvisor pull docker://registry.example/team/app:v1
     """
-    show(settings, pull_image(settings, image, lazy=lazy, platform=platform))
+    if not fill:
+        show(settings, pull_image(settings, image, lazy=lazy, platform=platform))
+        return
+    if not lazy:
+        raise click.UsageError("--fill goes with --lazy: without it, pull returns when everything is here")
+    from fuse.node import ensure
+
+    daemon = ensure(settings.config)
+    acquired = pull_image(settings, image, lazy=True, platform=platform)
+    daemon.fill(str(acquired.id), bytes_per_s=fill_rate)
+    show(settings, replace(acquired, details={**acquired.details, "filling": True}))

@@ -13,6 +13,7 @@ from cli.common import Settings, age, human_bytes, progress, store_options, tabl
 from imaged import catalog
 from imaged.errors import ChunkError, FormatError, InvalidNameError, NotFoundError
 from imaged.names import ImageName
+from imaged.reach import Marker
 from imaged.record import ImageRecord
 from imaged.store import ChunkStore
 
@@ -44,8 +45,34 @@ def describe(name: str, record: ImageRecord, *, chunks: int, stored_bytes: int, 
 
 def describe_entry(entry: catalog.Entry) -> dict[str, Any]:
     ref = entry.ref
-    more = {"source": ref.source, "origin": ref.origin, "created_at": ref.created_at}
+    more = {
+        "source": ref.source,
+        "origin": ref.origin,
+        "complete": not ref.origin,
+        "created_at": ref.created_at,
+    }
     return describe(entry.name, entry.record, chunks=ref.chunks, stored_bytes=ref.stored_bytes, **more)
+
+
+def describe_profile(store: ChunkStore, entry: catalog.Entry) -> dict[str, Any] | None:
+    """What starts of the image touch, in chunks; `bytes` as frames, of those that are here. None without a profile."""
+    profile = store.profiles.get(entry.record.data)
+    if profile is None:
+        return None
+    sizes = [store.sizes(chunk) for chunk in profile.chunks]
+    return {
+        "runs": profile.runs,
+        "entries": len(sizes),
+        "bytes": sum(size[1] for size in sizes if size is not None),
+        "absent": sizes.count(None),
+    }
+
+
+def count_present(store: ChunkStore, entry: catalog.Entry) -> int:
+    """How many of the image's chunks are here, its record, roots and leaves among them."""
+    marker = Marker(store)
+    marker.image(entry.ref.record)
+    return len(marker.kept)
 
 
 @image.command("ls")
@@ -64,7 +91,7 @@ def list_images(settings: Settings, remote: bool) -> None:
                 age(now - found["created_at"]),
                 human_bytes(found["size"]),
                 human_bytes(found["stored_bytes"]),
-                "lazy" if found["origin"] else "whole",
+                "complete" if not found["origin"] else "filling" if found["filling"] else "lazy",
             ]
             for found in images
         ]
@@ -80,7 +107,8 @@ def _local_images(settings: Settings) -> list[dict[str, Any]]:
     with ChunkStore.open(settings.config.store, readonly=True) as store:
         for name, ref in store.refs.items():
             try:
-                images.append(describe_entry(catalog.load(store, name, ref)))
+                entry = catalog.load(store, name, ref)
+                images.append({**describe_entry(entry), "filling": store.fills.get(ref.record) is not None})
             except (ChunkError, FormatError) as error:
                 again = f"`pvisor image verify {name}`, then pull or convert it again, or `pvisor image rm {name}`"
                 warn(f"{name} is left out: {error.message}; {again}")
@@ -116,7 +144,13 @@ def inspect(settings: Settings, name: str) -> None:
     import json
 
     with ChunkStore.open(settings.config.store, readonly=True) as store:
-        document = describe_entry(catalog.find(store, name))
+        entry = catalog.find(store, name)
+        document = {
+            **describe_entry(entry),
+            "present_chunks": count_present(store, entry),
+            "filling": store.fills.get(entry.ref.record) is not None,
+            "profile": describe_profile(store, entry),
+        }
     settings.emit(document, lambda: json.dumps(document, indent=2))
 
 
@@ -141,7 +175,10 @@ def rm(settings: Settings, names: tuple[str, ...]) -> None:
     removed = []
     with ChunkStore.open(settings.config.store) as store:
         for name in names:
-            full, _ = catalog.resolve(store, name)
+            try:
+                full, _ = catalog.resolve(store, name)
+            except FormatError:  # a damaged row, or one in the way of short names: a full name still goes
+                full = str(ImageName.parse(name))
             if not store.refs.delete(full):
                 raise NotFoundError(f"image {full} was removed just now")
             removed.append(full)
@@ -189,8 +226,8 @@ def export(settings: Settings, name: str, target: str) -> None:
     path = Path(target)
     if target.endswith("/") or path.is_dir():
         from cli.run import open_image
-        from fuse.mounts import mount_image
-        from stage.copy import copy_tree
+        from fuse.imagemount import mount_image
+        from imaged.copy import copy_tree
 
         mounted = mount_image(settings.config, open_image(settings, name))
         with progress(settings) as line:

@@ -1,135 +1,20 @@
-"""Entry point: finds the command, turns errors into one or two lines and an exit code.
-
-Exit codes: the workload's own for `run`; 125 when pVisor failed before it started; 1 for any other error; 2 for wrong
-usage; 130 after Ctrl-C.
-"""
+"""Entry point of the `pvisor` command; what it does is in `cli.group`."""
 
 from __future__ import annotations
 
-import importlib
-import io
-import logging
-import os
 import sys
-import traceback
-from typing import Any
-
-import click
-
-from cli.common import Settings
-from imaged.errors import PvisorError
-
-# Command name -> module that defines it (imported only when it is called), and the line `pvisor --help` shows.
-COMMANDS = {
-    "serve": ("cli.serve", "Serve a chunk store over HTTP."),
-    "convert": ("cli.convert", "Turn an OCI image into a block image."),
-    "pull": ("cli.convert", "Fetch an image, whole or lazily."),
-    "image": ("cli.image", "List, inspect, tag, remove, verify and export images."),
-    "mount": ("cli.run", "Mount an image on a directory."),
-    "umount": ("cli.run", "Unmount what `mount` mounted."),
-    "run": ("cli.run", "Run a process in an image."),
-    "stage": ("cli.stage", "Work with stages that were kept."),
-    "store": ("cli.store", "Look after the chunk store."),
-    "node": ("cli.node", "Start, stop and ask the host's node daemon."),
-    "doctor": ("cli.doctor", "Check what this host can do."),
-}
-
-
-class LazyGroup(click.Group):
-    """Imports a command's module when it is asked for, so that `run` does not pay for `serve`."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name)
-        assert isinstance(command, click.Command)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
-
-
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--server", metavar="URL", help="Chunk server; PVISOR_SERVER when not given.")
-@click.option("--json", "json_output", is_flag=True, help="One JSON document on stdout.")
-@click.option("-v", "--verbose", is_flag=True, help="Show tracebacks and warnings on the way.")
-@click.version_option(package_name="pvisor", prog_name="pvisor")
-@click.pass_context
-def cli(ctx: click.Context, server: str | None, json_output: bool, verbose: bool) -> None:
-    """Lazy images and staged processes from one chunk store.
-
-    \b
-    Examples:
-      pvisor convert oci:./debian --name debian:12       into the local store
-      pvisor serve --listen 0.0.0.0:7878                 give it to other hosts
-      pvisor pull --lazy debian:12 --server http://store:7878
-      pvisor run debian:12 -- sh -c 'cat /etc/os-release'
-    """
-    ctx.obj = Settings(server=server, json_output=json_output, verbose=verbose)
 
 
 def main() -> None:
     """The `pvisor` command."""
-    for number, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
-        if stream is None:  # closed by the caller: nothing opened later may take its place
-            plug = os.open(os.devnull, os.O_RDWR)
-            if plug != number:
-                os.dup2(plug, number)
-    sys.stdout = sys.stdout or io.TextIOWrapper(io.FileIO(1, "w", closefd=False))
-    sys.stderr = sys.stderr or io.TextIOWrapper(io.FileIO(2, "w", closefd=False))
-    sys.exit(run(sys.argv[1:]))
+    from cli import startup  # here, and it imports nothing more: while something is imported Ctrl-C shows a traceback
 
+    startup.begin()
+    from cli.group import run
 
-def run(arguments: list[str]) -> int:
-    """Run one command line and return its exit code."""
-    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    # What goes wrong for good ends as an error; what was merely noticed on the way is for -v, and for servers' logs.
-    verbose = "-v" in own or "--verbose" in own
-    logging.basicConfig(format="pvisor: %(levelname)s: %(message)s", level=logging.INFO if verbose else logging.ERROR)
-    try:
-        result: Any = cli.main(args=arguments, prog_name="pvisor", standalone_mode=False)
-        sys.stdout.flush()
-        return result if isinstance(result, int) else 0
-    except (click.exceptions.Abort, KeyboardInterrupt):
-        return 130
-    except click.exceptions.Exit as stop:
-        return stop.exit_code
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except BrokenPipeError:
-        # The reader of our output has left; keep the interpreter from complaining when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except (PvisorError, OSError) as error:
-        if verbose:
-            traceback.print_exc()
-        report(_message(error), getattr(error, "hint", ""))
-        return int(getattr(error, "exit_code", 1))
-    except Exception as error:
-        # A bug; said in a line like any other failure.
-        if verbose:
-            traceback.print_exc()
-        report(f"unexpected {type(error).__name__}: {error}", "this is a bug in pvisor; -v shows where")
-        return int(getattr(error, "exit_code", 1))
-
-
-def _message(error: PvisorError | OSError) -> str:
-    """The fact; an OSError as file and reason, without its number."""
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{os.fsdecode(error.filename)[:200]}: {error.strerror}"
-    return str(error)
-
-
-def report(message: str, hint: str) -> None:
-    """The error lines every command ends with when it fails."""
-    print(f"pvisor: error: {message}", file=sys.stderr)
-    if hint:
-        print(f"hint: {hint}", file=sys.stderr)
+    code = run(sys.argv[1:])
+    startup.end(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from cli.common import Settings, command_options, human_bytes, table
@@ -10,6 +12,21 @@ from cli.common import Settings, command_options, human_bytes, table
 @click.group(short_help="Start, stop and ask the host's node daemon.")
 def node() -> None:
     """The host's node daemon: one FUSE mount that serves every image. Other commands start it on demand."""
+
+
+def fills(documents: dict[str, dict[str, Any]]) -> str:
+    """A table of what is being completed in the background, and why if it is not."""
+    rows = [
+        [
+            fill["name"],
+            fill["state"],
+            f"{fill['present_chunks']} of {fill['chunks']}" if fill["chunks"] else "-",
+            human_bytes(fill["fetched_bytes"]),
+            fill["error"],
+        ]
+        for fill in documents.values()
+    ]
+    return table(["FILL", "STATE", "CHUNKS HERE", "BYTES FETCHED", "REASON"], rows)
 
 
 @node.command()
@@ -51,7 +68,8 @@ def status(settings: Settings) -> int:
             for image in document["images"].values()
         ]
         header = ["IMAGE", "READS", "HITS", "REQUESTS", "CHUNKS FETCHED", "BYTES FETCHED"]
-        return f"node daemon runs, pid {document['pid']}\n" + table(header, rows)
+        shown = f"node daemon runs, pid {document['pid']}\n" + table(header, rows)
+        return f"{shown}\n\n{fills(document['fills'])}" if document["fills"] else shown
 
     settings.emit(document, text)
     return 0

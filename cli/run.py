@@ -1,4 +1,4 @@
-"""`pvisor run`, `mount` and `umount`. The hot path: imports stay few."""
+"""`pvisor run`, `mount` and `umount`. The hot path: imports are few, and some wait until the node daemon is at work."""
 
 from __future__ import annotations
 
@@ -10,15 +10,34 @@ from typing import Any
 
 import click
 
-from cli.common import Settings, command_options
-from fuse import mounts
-from fuse.node import OpenImage, ensure
+from cli import startup
+from cli.common import Settings, command_options, log_to_stderr
+from fuse import node
+from fuse.node import OpenImage, Opening
 from imaged.names import ImageName, SourceName
 from stage.errors import SETUP_FAILED
-from stage.run import Network, RunOptions, run_image
+from stage.options import Network, RunOptions
 
 # What follows the name is the command's own, options included.
 OPTIONS_FIRST = {"allow_interspersed_args": False}
+# A daemon answers sooner than this, unless it has to ask a server.
+_KNOWN_IMAGE_S = 0.003
+
+
+def memory_size(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    """Bytes, or a number with a unit of 1024: 512M, 1.5G."""
+    if text is None:
+        return None
+    number, unit = text.upper().removesuffix("B").removesuffix("I"), 1
+    if number[-1:] in ("K", "M", "G", "T"):
+        number, unit = number[:-1], 1 << 10 * ("KMGT".index(number[-1]) + 1)
+    try:
+        count = int(float(number) * unit)
+    except (ValueError, OverflowError):
+        count = 0
+    if count < 1 << 20:
+        raise click.BadParameter(f"{text!r} is no size of 1M or more", context, parameter)
+    return count
 
 
 def own_command(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
@@ -29,12 +48,20 @@ def own_command(context: click.Context, parameter: click.Parameter, words: tuple
 
 def open_image(settings: Settings, name: str) -> OpenImage:
     """The image by name, id or source; one that is not local is pulled lazily first."""
+    return begin_open(settings, name).wait()
+
+
+def begin_open(settings: Settings, name: str, *, start: bool = False) -> Opening:
+    """As `open_image`, while this process does something else; `start` as in `fuse.node`."""
     if SourceName.is_source(name):
         from cli.convert import pull_image
 
+        log_to_stderr()
+        startup.done()
         name = pull_image(settings, name, lazy=True).name
     ImageName.parse(name)  # a bad name is wrong usage; the daemon could only say that it failed
-    return ensure(settings.config).open_image(name, server=settings.config.server)
+    config = settings.config
+    return node.begin_open(config, name, server=config.server, start=start)
 
 
 def process_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,6 +72,9 @@ def process_options(function: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("-u", "--user", metavar="USER", help="User name or id, with :GROUP if wanted.")
     @click.option("-i", "--interactive", is_flag=True, help="Keep standard input open.")
     @click.option("-t", "--tty", is_flag=True, help="Give the process a terminal.")
+    @click.option("--memory", callback=memory_size, metavar="SIZE", help="Limit of memory, as in 512M; without swap.")
+    @click.option("--cpus", type=click.FloatRange(min=0.01), metavar="N", help="Limit of processor time, as in 1.5.")
+    @click.option("--pids", type=click.IntRange(min=1), metavar="N", help="Limit of processes and threads.")
     @click.option("--net", type=click.Choice(["host", "none"]), default="none", show_default=True)
     @functools.wraps(function)
     def command(
@@ -55,9 +85,22 @@ def process_options(function: Callable[..., Any]) -> Callable[..., Any]:
         interactive: bool,
         tty: bool,
         net: Network,
+        memory: int | None,
+        cpus: float | None,
+        pids: int | None,
         **others: Any,
     ) -> Any:
-        options = RunOptions(env=env, workdir=workdir, user=user, interactive=interactive, tty=tty, net=net)
+        options = RunOptions(
+            env=env,
+            workdir=workdir,
+            user=user,
+            interactive=interactive,
+            tty=tty,
+            net=net,
+            memory_bytes=memory,
+            cpus=cpus,
+            pids=pids,
+        )
         try:
             return function(*arguments, options=options, **others)
         except Exception as error:
@@ -99,7 +142,13 @@ def run(
       pvisor run -it --stage fix --workspace . debian:12 -- bash
       pvisor run docker://registry.example/team/app:v1
     """
-    image = open_image(settings, name)
+    opening = begin_open(settings, name, start=True)
+    from stage.session import run_image
+
+    if not opening.is_answered(_KNOWN_IMAGE_S):  # one that is new here: there is time for what its first mount needs
+        import fuse.erofs  # noqa: F401
+    image = opening.wait()
+    startup.done()
     return run_image(settings.config, image, command, replace(options, workspace=workspace), stage=stage_name)
 
 
@@ -114,6 +163,8 @@ def mount(settings: Settings, name: str, directory: Path) -> None:
     Example:
       pvisor mount debian:12 /mnt/debian
     """
+    from fuse import mounts
+
     image = open_image(settings, name)
     mounts.mount_user(settings.config, image, directory)
     settings.emit({"image": image.id, "directory": str(directory.absolute())}, "")
@@ -124,5 +175,7 @@ def mount(settings: Settings, name: str, directory: Path) -> None:
 @command_options
 def umount(settings: Settings, directory: Path) -> None:
     """Unmount a directory that `pvisor mount` mounted."""
+    from fuse import mounts
+
     mounts.umount_user(settings.config, directory)
     settings.emit({"directory": str(directory.absolute())}, "")

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
+from typing import Any
 
 import click
 
-from cli.common import Settings, age, command_options, table, warn
+from cli.common import Settings, age, command_options, human_bytes, table, warn, writing
 from cli.run import OPTIONS_FIRST, open_image, own_command, process_options
-from stage.run import RunOptions, exec_in_stage
-from stage.stages import Stages
+from stage.errors import ApplyConflictError, StageBusyError, StageSetupError
+from stage.kept.cgroups import Limits
+from stage.kept.stages import Stages
+from stage.options import RunOptions
+from stage.session import exec_in_stage
 
 
 @click.group(short_help="Work with stages that were kept.")
@@ -21,29 +28,51 @@ def stage() -> None:
 @stage.command("ls")
 @command_options
 def list_stages(settings: Settings) -> None:
-    """List stages."""
+    """List stages: what they are made from, what they wrote, and what runs in them."""
+    from stage.kept.survey import survey
+
     stages = Stages(settings.config.stages)
-    found = [{**asdict(info), "running": stages.running(info.name) is not None} for info in stages.list()]
+    states = list(survey(stages))
 
     def text() -> str:
         now = time.time()
         rows = [
             [
-                info["name"],
-                info["image_name"] or info["image"][:12],
-                age(now - info["created_at"]),
-                info["workspace"] or "",
-                "running" if info["running"] else "idle",
+                state.info.name,
+                state.info.image_name or state.info.image[:12],
+                age(now - state.info.created_at),
+                human_bytes(state.written_bytes),
+                str(len(state.pids)) if state.running else "-",
+                _limits(state.limits),
+                state.info.workspace or "",
             ]
-            for info in found
+            for state in states
         ]
-        return table(["STAGE", "IMAGE", "AGE", "WORKSPACE", "STATE"], rows)
+        return table(["STAGE", "IMAGE", "AGE", "WRITES", "PROCESSES", "LIMITS", "WORKSPACE"], rows)
 
     for name in stages.damaged():
         warn(
             f"stage {name!r} is damaged: its stage.json does not say what it is; `pvisor stage drop {name}` removes it"
         )
+    found = [
+        {
+            **asdict(state.info),
+            "written_bytes": state.written_bytes,
+            "running": state.running,
+            "processes": len(state.pids),
+            "pids": list(state.pids),
+            "limits": asdict(state.limits),
+        }
+        for state in states
+    ]
     settings.emit(found, text)
+
+
+def _limits(limits: Limits) -> str:
+    shown = [human_bytes(limits.memory_bytes)] if limits.memory_bytes is not None else []
+    shown += [f"{limits.cpus:g} cpus"] if limits.cpus is not None else []
+    shown += [f"{limits.pids} pids"] if limits.pids is not None else []
+    return ", ".join(shown) or "-"
 
 
 @stage.command("exec", context_settings=OPTIONS_FIRST)
@@ -56,18 +85,124 @@ def list_stages(settings: Settings) -> None:
 def execute(settings: Settings, name: str, command: tuple[str, ...], options: RunOptions) -> int:
     """Run a command in a stage, beside what runs there or over what it kept.
 
+    Beside other commands it shares their processes, network and files; the stage ends with the last of them.
+
     \b
     Example:
       pvisor stage exec fix -- git status
     """
-    info = Stages(settings.config.stages).get(name)
-    return exec_in_stage(settings.config, open_image(settings, info.image), name, command, options)
+    stages = Stages(settings.config.stages)
+    image = open_image(settings, stages.get(name).image)
+    while True:
+        running = stages.running(name)
+        try:
+            return exec_in_stage(settings.config, image, name, command, options)
+        except StageSetupError as error:  # nothing was started
+            between = isinstance(error, StageBusyError) or (running is not None and stages.running(name) != running)
+            if not between or not stages.settle(name):
+                raise
 
 
 @stage.command()
+@click.option("--dry-run", is_flag=True, help="Only show what would be applied, or what is in the way.")
+@click.argument("name", metavar="STAGE")
+@click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
+@command_options
+def apply(settings: Settings, name: str, paths: tuple[str, ...], dry_run: bool) -> None:
+    """Move what a stage changed in its workspace into the host directory: all of it, or these paths.
+
+    Nothing is moved when the host has other changes at one of the paths. Applying again does nothing.
+
+    \b
+    Examples:
+      pvisor stage apply fix
+      pvisor stage apply fix src/main.py tests
+    """
+    from stage.batch import apply_stage, preview
+    from stage.edits.names import quoted
+
+    document: dict[str, Any] = {"stage": name, "dry_run": dry_run, "applied": [], "conflicts": []}
+    try:
+        result = (preview if dry_run else apply_stage)(Stages(settings.config.stages), name, paths)
+    except ApplyConflictError as error:
+        document["conflicts"] = [{"path": os.fsdecode(path), "reason": reason} for path, reason in error.conflicts]
+        settings.emit(document, "")
+        if not settings.json_output:
+            for path, reason in error.conflicts:
+                print(f"conflict: {quoted(path).decode()} {reason}", file=sys.stderr)
+        raise
+    lines = []
+    for change in result.changes:
+        old = change.old_path
+        entry = {"path": os.fsdecode(change.path), "kind": str(change.kind)}
+        document["applied"].append(entry | ({"old_path": os.fsdecode(old)} if old is not None else {}))
+        source = f"{quoted(old).decode()} -> " if old is not None else ""
+        lines.append(f"{change.kind}  {source}{quoted(change.path).decode()}")
+    settings.emit(document, "\n".join(lines))
+
+
+@stage.command()
+@click.option("--root", is_flag=True, help="What was changed of the image, also when the stage has a workspace.")
+@click.option("--stat", "form", flag_value="stat", help="Names, and how many lines of each changed.")
+@click.option("--name-only", "form", flag_value="names", help="Names only.")
+@click.option("-z", "zero", is_flag=True, help="With --name-only: names as they are, a NUL after each.")
+@click.argument("name", metavar="STAGE")
+@click.argument("paths", nargs=-1, type=click.Path(path_type=bytes))
+@command_options
+def diff(settings: Settings, name: str, paths: tuple[bytes, ...], form: str | None, root: bool, zero: bool) -> None:
+    """Show what a stage changed: of its workspace, or of the image when it has none.
+
+    The text is what `git apply` and `patch -p1` take. What it can not say (binary content, owners, empty directories)
+    stands in lines that begin with #. PATHs limit it to those files and directories.
+
+    \b
+    Examples:
+      pvisor stage diff fix
+      pvisor stage diff --stat fix src
+      pvisor stage diff fix | git -C ../clone apply
+    """
+    from stage.edits import summary
+    from stage.review import image_mount, review
+
+    if zero and form != "names":
+        raise click.UsageError("-z goes with --name-only")
+    config = settings.config
+    with review(Stages(config.stages), name, image_mount(config), paths, root=root) as shown:
+        if settings.json_output:
+            found = [summary.document(patch) for patch in shown.patches()]
+            settings.emit({"stage": name, "base": os.fsdecode(shown.base), "changes": found}, "")
+        elif form == "names":
+            write(summary.names(shown.changes, zero=zero))
+        elif form == "stat":
+            write(summary.stat(list(shown.patches())))
+        else:
+            write(patch.rendered for patch in shown.patches())
+
+
+def write(parts: Iterable[bytes]) -> None:
+    """Bytes on stdout, all of them: unbuffered (PYTHONUNBUFFERED), one call may take a part only."""
+    sys.stdout.flush()
+    for part in parts:
+        left = memoryview(part)
+        with writing():
+            while left:
+                left = left[sys.stdout.buffer.write(left) :]
+    with writing():
+        sys.stdout.buffer.flush()
+
+
+@stage.command()
+@click.option("--force", is_flag=True, help="End what runs in the stage first.")
 @click.argument("name", metavar="STAGE")
 @command_options
-def drop(settings: Settings, name: str) -> None:
-    """Throw a stage away, with all writes it kept."""
-    Stages(settings.config.stages).drop(name)
+def drop(settings: Settings, name: str, force: bool) -> None:
+    """Throw a stage away, with all writes it kept.
+
+    \b
+    Example:
+      pvisor stage drop --force fix
+    """
+    from stage.api import drop as drop_stage
+
+    drop_stage(name, force=force, config=settings.config)
     settings.emit({"dropped": name}, name)

@@ -43,7 +43,7 @@ def gc(settings: Settings) -> None:
     """
     from imaged.collect import collect
     from imaged.ids import ChunkId
-    from stage.stages import Stages
+    from stage.kept.stages import Stages
 
     # The stages of this host stand on images of its own store.
     keep: set[ChunkId] = set()

@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from fuse import protocol, rundir
@@ -18,21 +18,30 @@ from imaged.errors import FormatError, PvisorError
 
 log = logging.getLogger(__name__)
 _THREADS = 16
+_WAITING_THREADS = 64
 _BACKLOG = 256
 _REQUEST_S = 30.0
 
-Operation = Callable[[dict[str, Any]], dict[str, Any]]
+Operation = Callable[[dict[str, Any]], dict[str, Any] | None]
 
 
 class ControlServer:
-    """Answers requests until `close`. Each operation runs in a thread of a bounded pool."""
+    """Answers requests until `close`. Each operation runs in a thread of a bounded pool.
 
-    def __init__(self, config: Config, operations: Mapping[str, Operation]) -> None:
+    `operations` wait for no other host. What one of them answers with None, or is none of them, `waiting` does, on
+    threads of its own: so that a server that hangs holds up only those who need it.
+    """
+
+    def __init__(
+        self, config: Config, operations: Mapping[str, Operation], waiting: Mapping[str, Operation] | None = None
+    ) -> None:
         self._config = config
         self._operations = operations
+        self._waiting = waiting or {}
         self._path = rundir.socket_path(config)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="control")
+        self._waiting_pool = ThreadPoolExecutor(_WAITING_THREADS, thread_name_prefix="control-waiting")
         self._thread = threading.Thread(target=self._accept, name="control", daemon=True)
 
     def bind(self) -> None:
@@ -58,7 +67,8 @@ class ControlServer:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._waiting_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _accept(self) -> None:
         while True:
@@ -74,23 +84,43 @@ class ControlServer:
                 return
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection:
+        with ExitStack() as held:
+            held.enter_context(connection)
             connection.settimeout(_REQUEST_S)
             try:
-                answer = self._answer(protocol.receive_line(connection))
+                request = protocol.receive_line(connection)
             except (FormatError, OSError) as error:
                 # A command that only looks whether the daemon is there closes at once.
                 log.debug("control request: %s", error)
                 return
-            try:
-                protocol.send_line(connection, answer)
-            except OSError as error:
-                log.info("a command went away before its answer: %s", error)
+            if not self._answer(connection, request, self._operations):
+                kept = held.pop_all()
+                try:
+                    self._waiting_pool.submit(self._wait, kept, connection, request)
+                except RuntimeError:
+                    kept.close()
 
-    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _wait(self, held: ExitStack, connection: socket.socket, request: dict[str, Any]) -> None:
+        with held:
+            self._answer(connection, request, self._waiting)
+
+    def _answer(self, connection: socket.socket, request: dict[str, Any], operations: Mapping[str, Operation]) -> bool:
+        """Whether these operations have an answer, which is then sent."""
+        answer = self._result(request, operations)
+        if answer is None:
+            return False
+        try:
+            protocol.send_line(connection, answer)
+        except OSError as error:
+            log.info("a command went away before its answer: %s", error)
+        return True
+
+    def _result(self, request: dict[str, Any], operations: Mapping[str, Operation]) -> dict[str, Any] | None:
         try:
             self._check(request)
-            return {"ok": True, "result": self._operations[request["op"]](request)}
+            operation = operations.get(request["op"])
+            result = operation(request) if operation is not None else None
+            return None if result is None else {"ok": True, "result": result}
         except PvisorError as error:
             log.info("%s: %s", request.get("op"), error.message)
             return {"ok": False, "error": error.message, "hint": error.hint}
@@ -111,7 +141,7 @@ class ControlServer:
                 f"{request.get('protocol')}: they are of different versions of pVisor",
                 hint="`pvisor node stop`, then try again",
             )
-        if request.get("op") not in self._operations:
+        if request.get("op") not in (*self._operations, *self._waiting):
             raise NodeError(f"the node daemon knows no operation {request.get('op')!r}", hint="")
         if request["op"] != "status" and request.get("home") != home:
             raise NodeError(

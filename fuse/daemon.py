@@ -13,11 +13,16 @@ import stat
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-os.environ.setdefault("FUSE_LIBRARY_NAME", "fuse3")
+try:
+    ctypes.CDLL("libfuse3.so.3")
+    os.environ.setdefault("FUSE_LIBRARY_PATH", "libfuse3.so.3")
+except OSError:  # of another version: found by asking ldconfig and the compiler, which takes longer
+    os.environ.setdefault("FUSE_LIBRARY_NAME", "fuse3")
 
 import mfusepy
 
@@ -132,8 +137,10 @@ def serve(config: Config, ready: Any) -> None:
     from fuse import mounts
     from fuse.control import ControlServer
     from fuse.files import BlockFiles
+    from fuse.fill import Filler
     from fuse.opener import Opener
     from imaged.fetch import Fetcher
+    from imaged.ids import ChunkId
     from imaged.store import ChunkStore
     from imaged.upstream import HttpUpstream
 
@@ -142,6 +149,7 @@ def serve(config: Config, ready: Any) -> None:
         fetcher = Fetcher(store, [HttpUpstream(config.server)] if config.server else [])
         files = BlockFiles(fetcher)
         opener = Opener(config, fetcher, files)
+        filler = Filler(fetcher)
 
         def status(request: dict[str, Any]) -> dict[str, Any]:
             return {
@@ -151,27 +159,43 @@ def serve(config: Config, ready: Any) -> None:
                 "server": config.server,
                 "mount": str(config.blocks),
                 "images": files.status(),
+                "fills": filler.status(),
             }
 
-        def open_image(request: dict[str, Any]) -> dict[str, Any]:
-            return opener.open(str(request["name"]), server=request.get("server")).to_json()
+        def open_here(request: dict[str, Any]) -> dict[str, Any] | None:
+            found = opener.open_here(str(request["name"]), start=request.get("start") is True)
+            return None if found is None else found.to_json()
 
-        control = ControlServer(config, {"open": open_image, "status": status})
+        def open_image(request: dict[str, Any]) -> dict[str, Any]:
+            start = request.get("start") is True
+            return opener.open(str(request["name"]), server=request.get("server"), start=start).to_json()
+
+        def pull_image(request: dict[str, Any]) -> dict[str, Any]:
+            return opener.pull(str(request["name"]), server=str(request["server"]))
+
+        def fill_image(request: dict[str, Any]) -> dict[str, Any]:
+            filler.want(ChunkId.parse(str(request["image"])), request.get("bytes_per_s"))
+            return {}
+
+        operations = {"open": open_here, "fill": fill_image, "status": status}
+        control = ControlServer(config, operations, {"open": open_image, "pull": pull_image})
 
         def mounted() -> None:
             control.start()
             ready()
+            try:
+                filler.resume()
+            except Exception:  # else libfuse drops it without a word
+                log.exception("what was being filled is not gone on with")
 
-        try:
+        with ExitStack() as ends:
+            for end in (fetcher.close, files.close, opener.close, filler.close):
+                ends.callback(end)
+            ends.callback(mounts.detach_all, config)
+            ends.callback(control.close)
+            ends.callback(log.info, "unmounted; ending")
             control.bind()  # here, because libfuse swallows what `mounted` raises
             _run_fuse(config, BlockOperations(files, mounted))
-        finally:
-            log.info("unmounted; ending")
-            control.close()
-            mounts.detach_all(config)
-            opener.close()
-            files.close()
-            fetcher.close()
 
 
 def _run_fuse(config: Config, operations: BlockOperations) -> None:

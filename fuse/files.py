@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fuse.readahead import Prefetcher, Runs
+from fuse.recorder import Recording
 from imaged.blockimage import BlockImage
 from imaged.errors import ChunkMissingError, FormatError, NotFoundError
-from imaged.fetch import Fetcher, Tally
+from imaged.fetch import Fetcher, FetchingReader, Tally
 from imaged.ids import ChunkId
 
+_AHEAD_S = 30.0
 _IDLE_FILES = 64
 """Block images kept ready, with the leaves they have read, after their last reader closed them."""
 
@@ -35,9 +37,11 @@ class BlockFile:
     """One file. `handles` counts who has it open; guarded by the table's lock."""
 
     image: BlockImage
+    reader: FetchingReader
     tally: Tally
     prefetcher: Prefetcher
     handles: int = 0
+    recording: Recording | None = None
     runs: Runs = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,15 +54,24 @@ class BlockFile:
     def read(self, offset: int, length: int) -> bytes:
         """All `length` bytes that the file has at `offset`, or an error: never fewer."""
         self.tally.count(reads=1)
+        recording = self.recording
+        if recording is not None:
+            recording.note(offset, length)
         ahead = self.runs.note(offset, length)
         if ahead is not None:
-            self.prefetcher.start(self.image.read, *ahead)
+            self.prefetcher.start(self._bring, *ahead)
         data = self.image.read(offset, length)
         expected = max(0, min(length, self.size_bytes - offset))
         if len(data) != expected:
             where = f"read of {self.image.id} at {offset}"
             raise FormatError(where, expected=f"{expected} bytes", found=f"{len(data)}")
         return data
+
+    def _bring(self, offset: int, length: int) -> None:
+        """Have what these bytes consist of in memory, and take no part in who is asked for what is waited for."""
+        pieces = self.image.pieces(offset, length)
+        chunks = dict.fromkeys(piece.chunk for piece in pieces if piece.chunk is not None)
+        self.reader.bring(list(chunks), _AHEAD_S)
 
 
 class BlockFiles:
@@ -77,13 +90,17 @@ class BlockFiles:
         self._numbers = itertools.count(1)
         self._uses: dict[ChunkId, ImageUse] = {}
 
-    def use(self, image: ChunkId, name: str) -> ImageUse:
-        """The counters of an image, under the name it has now."""
+    def use(self, image: ChunkId, name: str, spent: Tally | None = None) -> ImageUse:
+        """The counters of an image, under the name it has now. `spent` is what opening it has cost; for an image that
+        is new here it becomes its counters, so that they also have what opening still costs in the background."""
         with self._lock:
             held = self._uses.get(image)
             if held is None or held.name != name:
-                held = self._uses[image] = ImageUse(image, name, held.tally if held is not None else Tally())
-            return held
+                tally = held.tally if held is not None else spent or Tally()
+                held = self._uses[image] = ImageUse(image, name, tally)
+        if spent is not None and held.tally is not spent:
+            held.tally.count(**spent.to_dict())
+        return held
 
     def assign(self, block_image: ChunkId, tally: Tally) -> BlockFile:
         """Count reads of this block image there, and make the file ready. Errors as `lookup`."""
@@ -156,8 +173,10 @@ class BlockFiles:
         self._prefetcher.close()
 
     def _load(self, block_image: ChunkId, tally: Tally) -> BlockFile:
-        image = BlockImage.open(self._fetcher.reader(block_image, tally), block_image)
-        return BlockFile(image, tally, self._prefetcher)
+        reader = self._fetcher.reader(block_image, tally)
+        image = BlockImage.open(reader, block_image)
+        reader.guess_in(image)
+        return BlockFile(image, reader, tally, self._prefetcher)
 
     def _forget_idle(self) -> None:
         idle = [block_image for block_image, file in self._files.items() if not file.handles]

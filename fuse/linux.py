@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import struct
 from pathlib import Path
 
 from fuse.errors import MountError
@@ -127,3 +129,74 @@ def limit_capabilities(keep: frozenset[int], last: int) -> None:
     _check(_libc.capget(header, sets), "read capabilities")
     sets[2] = sets[5] = 0
     _check(_libc.capset(header, sets), "set capabilities")
+
+
+_SYS_OPENAT2 = 437
+_RESOLVE_NO_XDEV, _RESOLVE_NO_MAGICLINKS, _RESOLVE_NO_SYMLINKS, _RESOLVE_BENEATH = 0x1, 0x2, 0x4, 0x8
+_RESOLVE_CONFINED = _RESOLVE_NO_XDEV | _RESOLVE_NO_MAGICLINKS | _RESOLVE_NO_SYMLINKS | _RESOLVE_BENEATH
+RENAME_NOREPLACE, RENAME_EXCHANGE = 0x1, 0x2
+
+_openat2 = _libc["syscall"]
+_openat2.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t]
+_libc.renameat2.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+_libc.syncfs.argtypes = [ctypes.c_int]
+
+
+def open_beneath(directory: int, path: bytes, flags: int) -> int:
+    """openat2(2) of what exists below `directory`: through no symbolic link, no `..` out of it and no other mount.
+
+    OSError; ELOOP is a link, EXDEV a way out or a mount. EAGAIN is a directory that moved meanwhile: asked again.
+    """
+    how = (ctypes.c_uint64 * 3)(flags | os.O_CLOEXEC, 0, _RESOLVE_CONFINED)
+    for _ in range(64):
+        fd = int(_openat2(_SYS_OPENAT2, directory, path, how, ctypes.sizeof(how)))
+        if fd >= 0:
+            return fd
+        number = ctypes.get_errno()
+        if number not in (errno.EAGAIN, errno.EINTR):
+            break
+    raise OSError(number, os.strerror(number), path)
+
+
+def rename_at(old_directory: int, old: bytes, new_directory: int, new: bytes, flags: int) -> None:
+    """renameat2(2) with RENAME_NOREPLACE or RENAME_EXCHANGE. OSError."""
+    if _libc.renameat2(old_directory, old, new_directory, new, flags) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), old, None, new)
+
+
+def sync_file_system(fd: int) -> None:
+    """syncfs(2): everything written to the file system of `fd` until now is durable. OSError."""
+    if _libc.syncfs(fd) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+_libc.statx.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p]
+_AT_EMPTY_PATH, _STATX_BTIME = 0x1000, 0x800
+_STATX_BYTES, _BTIME_OFFSET = 256, 80
+
+
+def born_ns(fd: int) -> int | None:
+    """statx(2): when the file was made; None where the file system does not know. OSError."""
+    found = ctypes.create_string_buffer(_STATX_BYTES)
+    if _libc.statx(fd, b"", _AT_EMPTY_PATH, _STATX_BTIME, found) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    if not struct.unpack_from("=I", found)[0] & _STATX_BTIME:
+        return None
+    seconds, nanoseconds = struct.unpack_from("=qI", found, _BTIME_OFFSET)
+    return int(seconds * 10**9 + nanoseconds)
+
+
+_libc.open_by_handle_at.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
+
+
+def open_handle(directory: int, kind: int, handle: bytes, flags: int) -> int:
+    """open_by_handle_at(2) on the file system that `directory` is on. OSError; ESTALE when the file is gone."""
+    packed = ctypes.create_string_buffer(struct.pack("=Ii", len(handle), kind) + handle)
+    fd = int(_libc.open_by_handle_at(directory, packed, flags | os.O_CLOEXEC))
+    if fd < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return fd

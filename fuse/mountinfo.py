@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,12 +48,48 @@ def mount_at(path: Path) -> MountPoint | None:
     return next((mount for mount in mount_points() if mount.id == int(told["mnt_id"])), None)
 
 
-def is_mount_point(path: Path) -> bool:
-    """Whether a file system begins at this directory; does not notice a bind mount of its own parent's system."""
+def peer_groups(devices: Collection[int]) -> dict[int, set[bytes]]:
+    """Of each of these file systems, the peer groups of its mounts: what is unmounted here is unmounted there too."""
+    return {device: groups for device, groups in _groups("self").items() if device in devices}
+
+
+def users_elsewhere(ours: Mapping[int, set[bytes]]) -> list[int]:
+    """The processes that have one of these file systems, given with our peer groups, mounted in another mount namespace
+    where an unmount does not reach it; one process of each such namespace."""
+    seen = {_namespace("self"), None}  # who can not be asked for it is not known to have another
+    found = []
+    for pid in sorted(int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
+        namespace = _namespace(str(pid))
+        if namespace in seen:
+            continue
+        seen.add(namespace)
+        try:
+            theirs = _groups(str(pid))
+        except OSError:  # it has just ended, and may not have been the only one there
+            seen.discard(namespace)
+            continue
+        if any(device in theirs and not theirs[device] & groups for device, groups in ours.items()):
+            found.append(pid)
+    return found
+
+
+def _groups(process: str) -> dict[int, set[bytes]]:
+    """By device, the peer groups of its mounts and of those whose unmounts follow them."""
+    found: dict[int, set[bytes]] = {}
+    with open(f"/proc/{process}/mountinfo", "rb") as file:
+        for line in file:
+            fields = line.partition(b" - ")[0].split(b" ")
+            major, _, minor = fields[2].partition(b":")
+            groups = {field.partition(b":")[2] for field in fields[6:] if field.startswith((b"shared:", b"master:"))}
+            found.setdefault(os.makedev(int(major), int(minor)), set()).update(groups)
+    return found
+
+
+def _namespace(process: str) -> str | None:
     try:
-        return path.stat().st_dev != path.parent.stat().st_dev
+        return str(Path(f"/proc/{process}/ns/mnt").readlink())
     except OSError:
-        return False
+        return None
 
 
 def _unescape(raw: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""EROFS mounts of images: one for each image, shared by all its stages, and the user's directories bound to it.
+"""The user's directories that have an image mounted on them, and the end of all mounts when the daemon ends.
 
 A daemon that died leaves mounts whose uncached pages can not be read any more. `detach_all` takes them away, `restore`
 brings the user's directories that it found mounted back once a daemon runs again.
@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fuse import erofs, linux, rundir
+from fuse import linux, rundir
 from fuse.errors import MountError
-from fuse.mountinfo import MountPoint, is_mount_point, mount_at, mount_points
+from fuse.imagemount import drop_leases, mount_image
+from fuse.mountinfo import MountPoint, mount_at, mount_points
 from imaged.config import Config
 from imaged.errors import NotFoundError, PvisorError
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _TABLE_VERSION = 1
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_leases: dict[Path, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,39 +53,6 @@ class Released(NamedTuple):
     images: list[str]
     directories: list[UserMount]
     busy: list[str]
-
-
-def mount_image(config: Config, image: OpenImage) -> Path:
-    """The image's mount, made when it is not there. Threads and processes may call this at once. MountError.
-
-    Until this process ends it counts as a user of the mount, so that `node stop` leaves it alone.
-    """
-    lease = rundir.lease_path(config, image.id)
-    if lease not in _leases:
-        _leases[lease] = rundir.take_lease(config, image.id)
-    target = config.images / image.id
-    if not is_mount_point(target):
-        with rundir.mounting(config):
-            _mount_image(config, image, target)
-    return target
-
-
-def _mount_image(config: Config, image: OpenImage, target: Path) -> None:
-    if is_mount_point(target):
-        return
-    if not is_mount_point(config.blocks):
-        raise MountError(
-            f"mount image {image.name}: the node daemon's mount {config.blocks} is not visible here",
-            errno.ENOTCONN,
-            hint="run in the mount namespace in which the daemon was started, or `pvisor node stop` there",
-        )
-    target.mkdir(mode=0o700, exist_ok=True)
-    try:
-        erofs.mount(image.metadata_path, image.data_path, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            target.rmdir()
-        raise
 
 
 def mount_user(config: Config, image: OpenImage, directory: Path) -> None:
@@ -122,12 +89,6 @@ def umount_user(config: Config, directory: Path) -> None:
         if _is_mounted(entry):
             _umount_idle(directory)
         _write_table(config, table)
-
-
-def drop_leases() -> None:
-    """This process uses no image mount any more."""
-    while _leases:
-        os.close(_leases.popitem()[1])
 
 
 def user_mounts(config: Config) -> list[UserMount]:

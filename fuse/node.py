@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import select
 import socket
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from fuse import protocol, rundir
 from fuse.errors import NodeError
@@ -19,8 +20,7 @@ _OPEN_S = 600.0
 """Opening an image may pull it first, and its server may be slow."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenImage:
+class OpenImage(NamedTuple):
     """An image whose metadata is in a local file and whose data the daemon serves.
 
     `id` is the image's id, `data_id` its data block image (both 64 hex digits; the types that check them would cost
@@ -65,58 +65,145 @@ class Node:
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    def open_image(self, name: str, *, server: str | None = None) -> OpenImage:
+    def open_image(self, name: str, *, server: str | None = None, start: bool = False) -> OpenImage:
         """Make an image ready to mount: by name, unique end of a name, or id.
 
-        One that is not in the local store is pulled lazily from `server`, or from the daemon's server. NodeError
-        carries what the daemon says.
+        One that is not in the local store is pulled lazily from `server`, or from the daemon's server. With `start` a
+        process is about to start in it, and what that touches may be recorded. NodeError carries what the daemon says.
         """
-        return OpenImage.from_json(self._request("open", _OPEN_S, name=name, server=server))
+        return self.begin_open(name, server=server, start=start).wait()
+
+    def begin_open(self, name: str, *, server: str | None = None, start: bool = False) -> Opening:
+        """As `open_image`, while the caller does something else. NodeError."""
+        return Opening(_Call(self.config, "open", _OPEN_S, {"name": name, "server": server, "start": start}))
+
+    def pull(self, name: str, *, server: str) -> dict[str, Any]:
+        """As `open_image`, after asking the server what the name means now: `id` and full `name`, and what that cost.
+
+        The name is set when this returns, and the chunks of the image's startup profile are on their way. NodeError.
+        """
+        return self._ask("pull", _OPEN_S, name=name, server=server)
+
+    def fill(self, image: str, *, bytes_per_s: int | None = None) -> None:
+        """Fetch in the background all that an image, by its id, lacks; also after this daemon. NodeError.
+
+        `status` tells how far it is. `bytes_per_s` bounds what comes over the wire; None is the daemon's own bound.
+        """
+        self._ask("fill", _OPEN_S, image=image, bytes_per_s=bytes_per_s)
 
     def status(self) -> dict[str, Any]:
-        """pid, uptime_s, server, home, mount, and `images`: by image id its name and counters."""
-        return self._request("status", _STATUS_S)
+        """pid, uptime_s, server, home, mount, `images` (by image id its name and counters) and `fills` (by image id its
+        name, state, chunks, present_chunks, counters and error)."""
+        return self._ask("status", _STATUS_S)
 
     def stop(self) -> None:
         """As `stop`."""
         stop(self.config)
 
-    def _request(self, operation: str, timeout_s: float, **fields: Any) -> dict[str, Any]:
-        request = {"op": operation, "protocol": protocol.PROTOCOL, "home": str(self.config.home), **fields}
+    def _ask(self, operation: str, timeout_s: float, **fields: Any) -> dict[str, Any]:
+        with contextlib.closing(_Call(self.config, operation, timeout_s, fields)) as call:
+            return call.result()
+
+
+class Opening:
+    """An image on its way: the daemon opens it, and pulls it first if need be."""
+
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+
+    def is_answered(self, within_s: float) -> bool:
+        """Whether `wait` would return by then."""
+        return self._call.is_answered(within_s)
+
+    def wait(self) -> OpenImage:
+        """The image, once. NodeError carries what the daemon says."""
+        with contextlib.closing(self._call) as call:
+            return OpenImage.from_json(call.result())
+
+    def close(self) -> None:
+        """Nobody waits for it any more."""
+        self._call.close()
+
+
+class _Call:
+    """One request to the daemon, sent when this is made."""
+
+    def __init__(
+        self,
+        config: Config,
+        operation: str,
+        timeout_s: float,
+        fields: dict[str, Any],
+        connection: socket.socket | None = None,
+    ) -> None:
+        self._config, self._operation, self._timeout_s = config, operation, timeout_s
+        request = {"op": operation, "protocol": protocol.PROTOCOL, "home": str(config.home), **fields}
         try:
-            with _connected(self.config) as connection:
-                connection.settimeout(timeout_s)
-                protocol.send_line(connection, request)
-                answer = protocol.receive_line(connection)
+            self._connection = connection or _connected(config)
+        except OSError as error:
+            raise self._gone(error) from error
+        try:
+            self._connection.settimeout(timeout_s)
+            protocol.send_line(self._connection, request)
+        except OSError as error:
+            self.close()
+            raise self._gone(error) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def is_answered(self, within_s: float) -> bool:
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        return bool(poll.poll(within_s * 1000))
+
+    def result(self) -> dict[str, Any]:
+        """What the daemon answers. NodeError."""
+        try:
+            answer = protocol.receive_line(self._connection)
         except TimeoutError as error:
-            pid = rundir.daemon_pid(self.config)
+            pid = rundir.daemon_pid(self._config)
             raise NodeError(
-                f"the node daemon (pid {pid}) does not answer within {timeout_s:.0f} s",
-                hint=f"`pvisor node stop` ends it; its log is {rundir.log_path(self.config)}",
+                f"the node daemon (pid {pid}) does not answer within {self._timeout_s:.0f} s",
+                hint=f"`pvisor node stop` ends it; its log is {rundir.log_path(self._config)}",
             ) from error
         except (OSError, FormatError) as error:
-            raise NodeError(
-                f"the node daemon went away during {operation!r}: {error}",
-                hint=f"the next command starts it again; its log is {rundir.log_path(self.config)}",
-            ) from error
+            raise self._gone(error) from error
         if not answer.get("ok"):
             message = str(answer.get("error", "the node daemon gave no reason"))
             raise NodeError(message, hint=str(answer.get("hint", "")))
         result: dict[str, Any] = answer["result"]
         return result
 
+    def close(self) -> None:
+        self._connection.close()
+
+    def _gone(self, error: Exception) -> NodeError:
+        return NodeError(
+            f"the node daemon went away during {self._operation!r}: {error}",
+            hint=f"the next command starts it again; its log is {rundir.log_path(self._config)}",
+        )
+
+
+def begin_open(config: Config, name: str, *, server: str | None = None, start: bool = False) -> Opening:
+    """`Node.begin_open` at the daemon, which is started when there is none. NodeError."""
+    connection = _reached(config)
+    if connection is None:
+        return ensure(config).begin_open(name, server=server, start=start)
+    return Opening(_Call(config, "open", _OPEN_S, {"name": name, "server": server, "start": start}, connection))
+
+
+def open_image(config: Config, name: str, *, server: str | None = None, start: bool = False) -> OpenImage:
+    """`Node.open_image` at the daemon, which is started when there is none. NodeError."""
+    return begin_open(config, name, server=server, start=start).wait()
+
 
 def connect(config: Config) -> Node | None:
     """The daemon that runs, or None."""
-    try:
-        _connected(config).close()
-    except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError):
+    connection = _reached(config)
+    if connection is None:
         return None
-    except OSError as error:
-        raise NodeError(
-            f"can not connect to the node daemon at {rundir.socket_path(config)}: {error}",
-            hint="run as the user who started it",
-        ) from error
+    connection.close()
     return Node(config)
 
 
@@ -135,6 +222,19 @@ def stop(config: Config) -> bool:
     from fuse import starter
 
     return starter.stop(config)
+
+
+def _reached(config: Config) -> socket.socket | None:
+    """A connection to the daemon; None when none runs."""
+    try:
+        return _connected(config)
+    except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise NodeError(
+            f"can not connect to the node daemon at {rundir.socket_path(config)}: {error}",
+            hint="run as the user who started it",
+        ) from error
 
 
 def _connected(config: Config) -> socket.socket:

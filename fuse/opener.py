@@ -6,13 +6,17 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from fuse import rundir
 from fuse.files import BlockFiles
 from fuse.metadata import MetadataFiles
 from fuse.node import OpenImage
+from fuse.recorder import Recorder
 from imaged import catalog
-from imaged.blockimage import read_blob
+from imaged.acquire import COMMAND_RETRY
+from imaged.blockimage import open_blob, read_blob
+from imaged.boot import Ahead, follow, recall
 from imaged.config import Config
 from imaged.errors import ChunkCorruptError, ChunkMissingError, FormatError, NotFoundError
 from imaged.fetch import Fetcher, Tally
@@ -20,20 +24,26 @@ from imaged.ids import ChunkId
 from imaged.names import ImageName
 from imaged.pull import pull_image
 from imaged.record import ImageRecord
+from imaged.upstream import HttpUpstream
 
 log = logging.getLogger(__name__)
 
 
 class _Found(NamedTuple):
-    """An image that is known."""
+    """An image that is known. `lacking` when chunks of it may not be here."""
 
     id: ChunkId
     name: str
     record: ImageRecord
+    lacking: bool
 
 
 class Opener:
-    """Threads may share it; requests for one name take turns, so that it is pulled once."""
+    """Threads may share it; requests for one name take turns, so that it is pulled once.
+
+    An image that is opened for the first time in this daemon is about to start: the chunks of its profile come in the
+    background, and what its first process touches is recorded, unless it is first opened to be read in another way.
+    """
 
     def __init__(self, config: Config, fetcher: Fetcher, files: BlockFiles) -> None:
         self._config = config
@@ -42,25 +52,94 @@ class Opener:
         self._lock = threading.Lock()
         self._pulled: dict[str, _Found] = {}
         self._turns: dict[str, tuple[threading.Lock, int]] = {}
-        self._metadata = MetadataFiles(config.metadata)
+        self._started: set[ChunkId] = set()
+        self._mounted: set[ChunkId] = set()
+        self._asked = False
+        self._metadata = MetadataFiles(config.metadata, spare=rundir.metadata_path(config))
+        self._recorder = Recorder(fetcher)
 
     def close(self) -> None:
-        """Nothing is opened any more."""
+        """Nothing is opened any more, and nothing read. What was recorded is kept."""
+        self._recorder.close()
         self._metadata.close()
 
-    def open(self, name: str, *, server: str | None) -> OpenImage:
+    def open(self, name: str, *, server: str | None, start: bool = False) -> OpenImage:
         """By name, unique end of a name, or image id; what is not here comes from `server` or the daemon's own.
 
+        `start`: what is read next is what a process that starts there touches.
         NotFoundError, UpstreamError, StoreError, ChunkError, FormatError.
         """
-        with self._turn(name):
+        with self._turn(name), _started() as ahead:
+            found = self._find(name)
+            if found is not None:
+                return self._open(found, ahead, start)
             tally = Tally()
-            found = self._find(name) or self._pull(name, server or self._config.server, tally)
-            use = self._files.use(found.id, found.name)
-            use.tally.count(**tally.to_dict())
-            reader = self._fetcher.reader(found.record.metadata, use.tally)
-            path = self._metadata.file(str(found.record.metadata), lambda: read_blob(reader, found.record.metadata))
-            self._files.assign(found.record.data, use.tally)
+            url = server or self._config.server
+            if not url:
+                found = self._find_or_explain(name)
+            else:
+                found, _ = self._pull(name, self._fetcher.upstream(url), tally, ahead)
+            return self._ready(found, tally, start)
+
+    def open_here(self, name: str, *, start: bool = False) -> OpenImage | None:
+        """As `open` when that needs no server, else None. Does not wait for those who ask one."""
+        found = self._find(name)
+        if found is None or not self._is_here(found):
+            return None
+        with _started() as ahead:
+            return self._open(found, ahead, start)
+
+    def _open(self, found: _Found, ahead: Ahead, start: bool) -> OpenImage:
+        """An image that is known."""
+        tally = Tally()
+        if found.record.data not in self._started:
+            if found.lacking:
+                follow(self._fetcher, found.id, found.record.data, tally, ahead)
+            else:
+                recall(self._fetcher, found.record.data, ahead)
+        return self._ready(found, tally, start)
+
+    def _is_here(self, found: _Found) -> bool:
+        """Whether a mount needs nothing more of it."""
+        if found.record.data in self._started or not found.lacking:
+            return True
+        store = self._fetcher.store
+        try:
+            metadata = open_blob(store, found.record.metadata)
+            return not store.missing([found.record.data, *metadata.chunk_ids()])
+        except (ChunkMissingError, ChunkCorruptError, FormatError):
+            return False
+
+    def pull(self, name: str, *, server: str) -> dict[str, Any]:
+        """Ask the server what the name means now, then as `open`: id and full name, and what that has cost until now.
+
+        On return the name is set. Somebody waits at a terminal: a server that does not answer is given up soon.
+        """
+        upstream = self._fetcher.upstream(server).patient(COMMAND_RETRY)
+        with self._turn(name), _started() as ahead:
+            tally = Tally()
+            found, full_name = self._pull(name, upstream, tally, ahead)
+            self._ready(found, tally, None)
+        self._fetcher.drain()
+        counts = tally.to_dict()
+        costs = {key: counts[key] for key in ("requests", "fetched_chunks", "fetched_bytes")}
+        return {"id": str(found.id), "name": full_name, **costs}
+
+    def _ready(self, found: _Found, tally: Tally, start: bool | None) -> OpenImage:
+        """Everything that a mount needs is in place. `start` is None for one that nobody mounts yet."""
+        use = self._files.use(found.id, found.name, tally)
+        reader = self._fetcher.reader(found.record.metadata, use.tally)
+        path = self._metadata.file(str(found.record.metadata), lambda: read_blob(reader, found.record.metadata))
+        file = self._files.assign(found.record.data, use.tally)
+        with self._lock:
+            first = found.record.data not in self._mounted
+            self._started.add(found.record.data)
+            if start is not None:
+                self._mounted.add(found.record.data)
+        if start is False:
+            self._recorder.leave(file)
+        elif start and first:
+            self._recorder.watch(found.id, file)
         return OpenImage(
             id=str(found.id),
             name=found.name,
@@ -78,7 +157,7 @@ class Opener:
         except (NotFoundError, ChunkMissingError, ChunkCorruptError) as error:
             log.info("%s", error.message)
             return self._pulled.get(name) or (self._find_record(name) if ChunkId.is_id(name) else None)
-        return _Found(entry.ref.record, entry.name, entry.record)
+        return _Found(entry.ref.record, entry.name, entry.record, bool(entry.ref.origin))
 
     def _find_record(self, text: str) -> _Found | None:
         """An image that lost its name, or never had one, can still be opened by its id."""
@@ -87,18 +166,24 @@ class Opener:
             record = ImageRecord.parse(self._fetcher.store.get(image))
         except (ChunkMissingError, ChunkCorruptError, FormatError):
             return None
-        return _Found(image, text, record)
+        return _Found(image, text, record, self._fetcher.origin(record.data) is not None)
 
-    def _pull(self, name: str, url: str | None, tally: Tally) -> _Found:
-        if not url:
-            return self._find_or_explain(name)
-        pulled = pull_image(self._fetcher, self._fetcher.upstream(url), name, lazy=True, tally=tally)
-        full_name = name if ChunkId.is_id(name) else str(ImageName.parse(name))
-        found = _Found(pulled.id, full_name, pulled.record)
+    def _pull(self, name: str, upstream: HttpUpstream, tally: Tally, ahead: Ahead) -> tuple[_Found, str]:
+        """The image under the name it was asked for, and the name that the server has for it, or its id."""
+        ahead.together = self._is_first()
+        pulled = pull_image(self._fetcher, upstream, name, lazy=True, tally=tally, ahead=ahead)
+        asked = name if ChunkId.is_id(name) else str(ImageName.parse(name))
+        found = _Found(pulled.id, asked, pulled.record, True)
         # A lazy pull sets the name in the background; until then the name is known here only.
         self._pulled[name] = found
         self._fetcher.keeper.after(lambda: self._published(name))
-        return found
+        return found, pulled.name or str(pulled.id)
+
+    def _is_first(self) -> bool:
+        """Whether nobody else can have brought a chunk: only then is there no need to say which chunks are here."""
+        with self._lock:
+            first, self._asked = not self._asked, True
+        return first and not self._fetcher.store.df().chunks
 
     def _find_or_explain(self, name: str) -> _Found:
         """Without a server: the store's own reason why the name means nothing here, or several things."""
@@ -107,7 +192,7 @@ class Opener:
         except NotFoundError as error:
             more = "set --server or PVISOR_SERVER to get it from a server"
             raise NotFoundError(error.message, hint=f"{error.hint}; {more}" if error.hint else more) from error
-        return _Found(entry.ref.record, entry.name, entry.record)
+        return _Found(entry.ref.record, entry.name, entry.record, bool(entry.ref.origin))
 
     def _published(self, name: str) -> None:
         self._pulled.pop(name, None)
@@ -125,3 +210,13 @@ class Opener:
                 turn, waiting = self._turns.pop(name)
                 if waiting > 1:
                     self._turns[name] = (turn, waiting - 1)
+
+
+@contextmanager
+def _started() -> Iterator[Ahead]:
+    """What is planned in the block starts at its end."""
+    ahead = Ahead()
+    try:
+        yield ahead
+    finally:
+        ahead.start()

@@ -1,6 +1,6 @@
 """What a command and the node daemon say to each other: one JSON object on one line each way, over a unix socket.
 
-    request   {"op": "open" | "status", "protocol": 1, "home": "/var/lib/pvisor", ...fields of the operation}
+    request   {"op": "open" | "pull" | "fill" | "status", "protocol": 2, "home": "/var/lib/pvisor", ...its own fields}
     answer    {"ok": true, "result": {...}}  or  {"ok": false, "error": "...", "hint": "..."}
 
 One connection carries one request. The socket and its directory belong to one user, who is the only one to connect.
@@ -18,7 +18,7 @@ from typing import Any
 
 from imaged.errors import FormatError
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised whenever a daemon of another version would misunderstand a command or the other way round."""
 LINE_LIMIT_BYTES = 16 << 20
 _ADDRESS_LIMIT_BYTES = 107

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+
+from imaged.workers import Workers
 
 log = logging.getLogger(__name__)
 RUN_BYTES = 1 << 20
@@ -65,28 +66,25 @@ class Runs:
 
 
 class Prefetcher:
-    """A few threads that read what nobody waits for. When all are busy, reading ahead is left out."""
+    """A few threads that bring what nobody waits for. When all are busy, reading ahead is left out."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="ahead")
-        self._free = threading.BoundedSemaphore(_THREADS)
+        self._workers = Workers(_THREADS, "ahead")
 
-    def start(self, read: Callable[[int, int], bytes], offset: int, length: int) -> None:
-        if not self._free.acquire(blocking=False):
+    def start(self, bring: Callable[[int, int], None], offset: int, length: int) -> None:
+        if self._workers.is_full:
             return
         try:
-            self._pool.submit(self._run, read, offset, length)
-        except RuntimeError:
-            self._free.release()
+            self._workers.run(lambda: self._run(bring, offset, length))
+        except RuntimeError as error:
+            log.debug("no reading ahead: %s", error)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._workers.close()
 
-    def _run(self, read: Callable[[int, int], bytes], offset: int, length: int) -> None:
+    def _run(self, bring: Callable[[int, int], None], offset: int, length: int) -> None:
         try:
-            read(offset, length)
+            bring(offset, length)
         except Exception as error:
             # Whoever really reads there meets the same error and is told.
             log.info("reading ahead at %d: %s", offset, error)
-        finally:
-            self._free.release()

@@ -7,6 +7,7 @@
     blocks        the FUSE mount
     images/ID     EROFS mounts
     leases/ID     locked, shared, by every process that uses the mount images/ID
+    metadata/     metadata images for which PVISOR_HOME had no room
     mounts.json   directories on which the user mounted an image
     mounts.lock   held by whoever changes mounts or the table
 
@@ -16,6 +17,7 @@ All locks are flock(2) locks: a killed process leaves none behind.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import time
@@ -44,19 +46,24 @@ def lease_path(config: Config, image: str) -> Path:
     return config.run / "leases" / image
 
 
+def metadata_path(config: Config) -> Path:
+    return config.run / "metadata"
+
+
 def table_path(config: Config) -> Path:
     return config.run / "mounts.json"
 
 
 def make(config: Config) -> None:
     """The directories; those made here are closed to other users, because images may be private."""
-    try:
-        for directory in (config.run, config.blocks, config.images, config.run / "leases"):
+    for directory in (config.run, config.blocks, config.images, config.run / "leases"):
+        try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise NodeError(
-            f"can not make {error.filename}: {error.strerror}", hint="set PVISOR_RUN to a directory you can write"
-        ) from error
+        except OSError as error:
+            if error.errno == errno.ENOTCONN:  # it is there, under the mount of a daemon that died
+                continue
+            hint = "set PVISOR_RUN to a directory you can write"
+            raise NodeError(f"can not make {error.filename}: {error.strerror}", hint=hint) from error
 
 
 @contextlib.contextmanager

@@ -11,11 +11,12 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from fuse import linux, mounts, rundir
 from fuse.errors import MountError, NodeError
-from fuse.mountinfo import mount_points
+from fuse.mountinfo import mount_points, peer_groups, users_elsewhere
 from fuse.node import Node, connect
 from imaged import submodule
 from imaged.config import Config
@@ -23,7 +24,9 @@ from imaged.config import Config
 log = logging.getLogger(__name__)
 _READY_S = 60.0
 _END_S = 30.0
+_PASSING_USE_S = 0.5
 _POLL_S = 0.01
+_MOST_NAMED = 5
 
 
 def start(config: Config) -> Node:
@@ -51,6 +54,9 @@ def stop(config: Config) -> bool:
         if pid is None:
             mounts.detach_all(config)
             return False
+        ours = peer_groups(
+            {one.device for one in mount_points() if config.blocks == one.path or config.images == one.path.parent}
+        )
         released = mounts.release_all(config)
         if released.directories or released.busy:
             mounts.mount_again(config, Node(config), released.images)
@@ -58,20 +64,36 @@ def stop(config: Config) -> bool:
         try:
             # Not by looking at the directory: a daemon that hangs would hang this too.
             if any(mount.path == config.blocks for mount in mount_points()):
-                linux.umount(config.blocks)
+                _umount(config.blocks)
             else:
                 os.kill(pid, signal.SIGTERM)
         except MountError as error:
             if error.errno != errno.EBUSY:
                 raise
             mounts.mount_again(config, Node(config), released.images)
-            raise NodeError(
-                f"the node daemon (pid {pid}) is in use: an image is mounted in another mount namespace",
-                hint="end the stages and containers that run on it, then try again",
-            ) from error
+            raise _used_elsewhere(pid, users_elsewhere(ours)) from error
         _end(config, pid)
         mounts.forget_all(config, released.images)
     return True
+
+
+def _umount(path: Path) -> None:
+    """Whatever process just gets a mount namespace of its own has all mounts of the host there, until it drops them."""
+    busy: MountError | None = None
+
+    def done() -> bool:
+        nonlocal busy
+        try:
+            linux.umount(path)
+        except MountError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            busy = error
+            return False
+        return True
+
+    if not _wait(done, _PASSING_USE_S) and busy is not None:
+        raise busy
 
 
 def _in_use(pid: int, found: mounts.Released) -> NodeError:
@@ -83,6 +105,24 @@ def _in_use(pid: int, found: mounts.Released) -> NodeError:
         f"the node daemon (pid {pid}) is in use: {'; '.join(directories + found.busy)}",
         hint=f"{', '.join(steps)}, then try again",
     )
+
+
+def _used_elsewhere(pid: int, users: Sequence[int]) -> NodeError:
+    """Mounts that this namespace does not see: of a container, or copied by whoever got a namespace of its own."""
+    named = [f"process {user} ({_command(user)})" for user in users[:_MOST_NAMED]]
+    more = [f"{len(users) - _MOST_NAMED} more"] if len(users) > _MOST_NAMED else []
+    who = f", of {', '.join(named + more)}" if named else ""
+    return NodeError(
+        f"the node daemon (pid {pid}) is in use: it is mounted in another mount namespace{who}",
+        hint="end that, or unmount there what is pVisor's, then try again",
+    )
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "ended"
 
 
 def _spawn(config: Config) -> None:

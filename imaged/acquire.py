@@ -59,23 +59,40 @@ def convert_image(
     return acquired
 
 
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """An image that a server has under this name or id."""
+
+    name: str
+    server: str
+
+
 def pull_image(config: Config, text: str, *, lazy: bool, platform: str | None, progress: Progress) -> Acquired:
     """Pull a name from the server, or a source through the server or, without one, by converting it here.
 
     Without a server, a name that was pulled before comes from where it came from.
     """
+    found = locate(config, text, platform=platform, progress=progress)
+    if isinstance(found, Acquired):
+        return found
+    return _pull_from_server(config, found.server, found.name, lazy=lazy, progress=progress)
+
+
+def locate(config: Config, text: str, *, platform: str | None, progress: Progress) -> Acquired | Offered:
+    """Where the image that `pull_image` means can be had; a source is converted, and is here already if that was done
+    here."""
     if not SourceName.is_source(text):
         local = _local(config, text) if config.server is None else None
         server = local.ref.origin if local is not None else config.server
         if server:
-            return _pull_from_server(config, server, text, lazy=lazy, progress=progress)
+            return Offered(text, server)
         assert local is not None
         return Acquired(name=local.name, id=local.ref.record)
     source = SourceName.parse(text)
     if config.server is None or source.transport != "docker":
         return _convert_here(config, source, name=None, platform=platform, progress=progress)
     _convert_at_server(config.server, source, name=None, platform=platform, progress=progress)
-    return _pull_from_server(config, config.server, str(source.default_name), lazy=lazy, progress=progress)
+    return Offered(str(source.default_name), config.server)
 
 
 @contextmanager

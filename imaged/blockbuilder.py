@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from imaged.blockformat import (
     CHUNK_LIMIT_BLOCKS,
-    IMAGE_LIMIT_BYTES,
     LEAF_BLOCKS,
+    LEAF_COUNT_LIMIT,
+    LEAF_LIMIT_BLOCKS,
     Root,
     block_count,
     mergeable,
@@ -18,7 +19,6 @@ from imaged.frame import CHUNK_LIMIT_BYTES, ZSTD_LEVEL
 from imaged.ids import BLOCK_BYTES, ChunkId
 
 _ZEROS = bytes(CHUNK_LIMIT_BYTES)
-_IMAGE_LIMIT_BLOCKS = IMAGE_LIMIT_BYTES // BLOCK_BYTES
 
 
 def is_zero(data: bytes | memoryview) -> bool:
@@ -27,28 +27,33 @@ def is_zero(data: bytes | memoryview) -> bool:
 
 
 class BlockImageBuilder:
-    """Collects the map of one image and stores a leaf each time 16 MiB are full. For one thread."""
+    """Collects the map of one image and stores a leaf each time its range is full. For one thread.
 
-    def __init__(self, store: ChunkWriter) -> None:
+    `leaf_blocks` is `leaf_blocks_for` the size that the image will have, about.
+    """
+
+    def __init__(self, store: ChunkWriter, *, leaf_blocks: int = LEAF_BLOCKS) -> None:
         self._store = store
+        self._leaf_blocks = leaf_blocks
         self._leaves: list[ChunkId | None] = []
         self._entries: list[Extent] = []
-        self._room = LEAF_BLOCKS
+        self._room = leaf_blocks
         self.position_blocks = 0
 
     def append(self, extent: Extent) -> int:
         """Add an extent at the end and return the block it begins at.
 
         The chunk itself is not read, so that it is long enough is the caller's promise; readers check it.
-        FormatError for an extent that no chunk can hold and for an image longer than IMAGE_LIMIT_BYTES.
+        FormatError for an extent that no chunk can hold and for an image of more leaves than a root has room for.
         """
         start, count, first, chunk = self.position_blocks, extent.block_count, extent.first_block, extent.chunk
         if count < 1 or first < 0 or (first > 0 if chunk is None else first + count > CHUNK_LIMIT_BLOCKS):
             expected = f"1 or more blocks, in a chunk of at most {CHUNK_LIMIT_BLOCKS}"
             raise FormatError("extent", expected=expected, found=f"{count} blocks from block {first} on")
-        if start + count > _IMAGE_LIMIT_BLOCKS:
+        limit_blocks = LEAF_COUNT_LIMIT * self._leaf_blocks
+        if start + count > limit_blocks:
             found = f"{(start + count) * BLOCK_BYTES} bytes"
-            raise FormatError("block image size", expected=f"at most {IMAGE_LIMIT_BYTES} bytes", found=found)
+            raise FormatError("block image size", expected=f"at most {limit_blocks * BLOCK_BYTES} bytes", found=found)
         self.position_blocks = start + count
         while count > self._room:
             part = self._room
@@ -69,7 +74,7 @@ class BlockImageBuilder:
             raise FormatError("block image size", expected=expected, found=f"{size_bytes} bytes")
         if self._entries:
             self._cut_leaf()
-        return self._store.put(Root(size_bytes, tuple(self._leaves)).pack())
+        return self._store.put(Root(size_bytes, tuple(self._leaves), self._leaf_blocks).pack())
 
     def _push(self, extent: Extent) -> None:
         """Add an extent that fits into this leaf."""
@@ -87,7 +92,7 @@ class BlockImageBuilder:
         raw = pack_leaf(self._entries)
         self._leaves.append(None if raw is None else self._store.put(raw))
         self._entries = []
-        self._room = LEAF_BLOCKS
+        self._room = self._leaf_blocks
 
 
 def write_blob(
@@ -96,11 +101,12 @@ def write_blob(
     """Store plain bytes as a block image and return its id; `imaged.blockimage.read_blob` gives them back.
 
     `chunk_bytes` is a whole number of blocks. The last chunk is as short as the data. `level` is as for `put`.
+    Whoever reads a blob reads all of it, so its leaves are the largest.
     """
     if chunk_bytes % BLOCK_BYTES or not 0 < chunk_bytes <= CHUNK_LIMIT_BYTES:
         expected = f"a multiple of {BLOCK_BYTES} up to {CHUNK_LIMIT_BYTES}"
         raise FormatError("chunk size", expected=expected, found=f"{chunk_bytes} bytes")
-    builder = BlockImageBuilder(store)
+    builder = BlockImageBuilder(store, leaf_blocks=LEAF_LIMIT_BLOCKS)
     for at in range(0, len(data), chunk_bytes):
         piece = data[at : at + chunk_bytes]
         builder.append(Extent(block_count(len(piece)), None if is_zero(piece) else store.put(piece, level=level)))

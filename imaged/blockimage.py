@@ -6,19 +6,21 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol, Self, runtime_checkable
 
-from imaged.blockformat import LEAF_BYTES, Leaf, Root, block_count
+from imaged.blockformat import Leaf, Root, block_count
 from imaged.chunks import ChunkReader
 from imaged.errors import ChunkCorruptError, ChunkMissingError, FormatError
 from imaged.frame import Codec
 from imaged.ids import BLOCK_BYTES, ChunkId
 
 LEAF_CACHE_BYTES = 16 << 20
-"""Parsed leaves that one image keeps; a leaf of 64 KiB chunks takes about 10 KiB, so this maps some 25 GiB."""
+"""Parsed leaves that one image keeps. A leaf of 32 KiB chunks takes about 3 KiB, so this maps some 10 GiB."""
 BLOB_LIMIT_BYTES = 1 << 30
 """`read_blob` refuses more than this before it allocates: a root of a few bytes can claim to be 512 GiB of holes."""
 _LEAVES_AT_ONCE = 4096
+_RECENT_LEAVES = 32
 
 
 @runtime_checkable
@@ -85,15 +87,24 @@ class BlockImage:
         if offset >= end:
             return []
         found: list[Piece] = []
-        indexes = range(offset // LEAF_BYTES, (end - 1) // LEAF_BYTES + 1)
+        leaf_bytes = self.root.leaf_bytes
+        indexes = range(offset // leaf_bytes, (end - 1) // leaf_bytes + 1)
         for index, leaf in zip(indexes, self._leaves(indexes), strict=True):
-            start = index * LEAF_BYTES
-            first, last = max(offset - start, 0), min(end - start, LEAF_BYTES)
+            start = index * leaf_bytes
+            first, last = max(offset - start, 0), min(end - start, leaf_bytes)
             if leaf is None:
                 found.append(Piece(last - first, None))
             else:
                 found.extend(_leaf_pieces(leaf, first, last))
         return found
+
+    def way(self, offset: int, length: int) -> list[ChunkId]:
+        """What reading these bytes takes, each once, in order: the leaves of the range, then the chunks they name."""
+        end = min(offset + length, self.size_bytes)
+        leaf_bytes = self.root.leaf_bytes
+        leaves = self.root.leaves[offset // leaf_bytes : (end - 1) // leaf_bytes + 1] if offset < end else ()
+        found = [*leaves, *(piece.chunk for piece in self.pieces(offset, length))]
+        return list(dict.fromkeys(chunk for chunk in found if chunk is not None))
 
     def read(self, offset: int, length: int) -> bytes:
         """The bytes from offset on, short only at the end of the image.
@@ -105,6 +116,11 @@ class BlockImage:
         chunks = get_many(self._reader, list(dict.fromkeys(piece.chunk for piece in pieces if piece.chunk is not None)))
         parts = [_part(piece, chunks) for piece in pieces]
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def recent_leaves(self) -> list[tuple[ChunkId, Leaf]]:
+        """Some of the leaves that were read, the one used last first."""
+        with self._lock:
+            return list(islice(reversed(self._cache.items()), _RECENT_LEAVES))
 
     def leaf_ids(self) -> list[ChunkId]:
         """The different leaves, in disk order; holes have none."""
@@ -122,7 +138,7 @@ class BlockImage:
                         yield chunk
 
     def preload(self) -> None:
-        """Fetch all leaves, in one request for each 64 GiB of image, so that no read waits for one."""
+        """Fetch all leaves, in one request for each 4096 of them, so that no read waits for one."""
         count = len(self.root.leaves)
         for first in range(0, count, _LEAVES_AT_ONCE):
             self._leaves(range(first, min(first + _LEAVES_AT_ONCE, count)))
@@ -142,8 +158,8 @@ class BlockImage:
         found: list[Leaf | None] = []
         for index, leaf_id in zip(indexes, ids, strict=True):
             found.append(None if leaf_id is None else held[leaf_id])
-            if leaf_id is not None and held[leaf_id].block_count != self.root.leaf_blocks(index):
-                expected = f"{self.root.leaf_blocks(index)} blocks"
+            if leaf_id is not None and held[leaf_id].block_count != self.root.blocks_of(index):
+                expected = f"{self.root.blocks_of(index)} blocks"
                 raise FormatError(f"leaf {leaf_id}", expected=expected, found=f"{held[leaf_id].block_count}")
         return found
 
@@ -183,9 +199,15 @@ def _part(piece: Piece, chunks: Mapping[ChunkId, bytes]) -> bytes:
     return part if len(part) == piece.length else part.ljust(piece.length, b"\0")
 
 
-def read_blob(reader: ChunkReader, blob: ChunkId, *, limit_bytes: int = BLOB_LIMIT_BYTES) -> bytes:
-    """The bytes that `imaged.blockbuilder.write_blob` stored: at most three requests (root, leaves, chunks)."""
+def open_blob(reader: ChunkReader, blob: ChunkId, *, limit_bytes: int = BLOB_LIMIT_BYTES) -> BlockImage:
+    """One that is to be read whole, or whose chunks are to be listed: FormatError when it is larger than it may be."""
     image = BlockImage.open(reader, blob)
     if image.size_bytes > limit_bytes:
         raise FormatError(f"blob {blob}", expected=f"at most {limit_bytes} bytes", found=f"{image.size_bytes}")
+    return image
+
+
+def read_blob(reader: ChunkReader, blob: ChunkId, *, limit_bytes: int = BLOB_LIMIT_BYTES) -> bytes:
+    """The bytes that `imaged.blockbuilder.write_blob` stored: at most three requests (root, leaves, chunks)."""
+    image = open_blob(reader, blob, limit_bytes=limit_bytes)
     return image.read(0, image.size_bytes)

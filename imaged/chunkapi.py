@@ -126,18 +126,24 @@ class ChunkApi:
                 raise BadUploadError(error.message, hint="send the frame again") from error
 
     async def send_frames(
-        self, request: web.Request, chunks: Sequence[ChunkId], headers: dict[str, str]
+        self, request: web.Request, chunks: Sequence[ChunkId], headers: dict[str, str], *, lead: bytes = b""
     ) -> web.StreamResponse:
-        """All frames in order, a group at a time: the next is read while one is sent, and no further ahead."""
+        """All frames in order, a group at a time: the next is read while one is sent, and no further ahead.
+
+        `lead` goes before them: a frame that is not in the store.
+        """
         if len(chunks) <= _GROUP:
             body = self._cached(chunks)
             if body is None:
                 body = await self._blocking.run(self._group, chunks)
-            return web.Response(body=body, headers=headers, content_type=FRAME_TYPE)
+            return web.Response(body=lead + body, headers=headers, content_type=FRAME_TYPE)
         response = web.StreamResponse(headers=headers)
         response.content_type = FRAME_TYPE
-        promised = response.content_length = await self._blocking.run(self._total_bytes, chunks)
+        promised = await self._blocking.run(self._store.frames_bytes, chunks)
+        response.content_length = len(lead) + promised
         await response.prepare(request)
+        if lead:
+            await response.write(lead)
         try:
             sent = await self._send_groups(response, chunks)
             if sent != promised:
@@ -184,10 +190,6 @@ class ChunkApi:
         for frame in self._store.frames(chunks):
             parts += (frame.header.pack(), frame.payload)
         return b"".join(parts)
-
-    def _total_bytes(self, chunks: Sequence[ChunkId]) -> int:
-        sizes = map(self._store.sizes, chunks)
-        return sum(HEADER_BYTES if size is None else size[1] for size in sizes)
 
 
 async def read_json(request: web.Request) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def _disk_bytes(root: Path) -> int:
 
 
 def _mark(store: ChunkStore) -> tuple[Marker, set[str]]:
-    """Everything the names keep, and the diff_ids whose memos are whole."""
+    """Everything the names keep, and the diff_ids whose memos are complete."""
     marker = Marker(store)
     wanted: set[str] = set()
     for name, ref in store.refs.items():
@@ -149,12 +149,18 @@ def _mark_kept(store: ChunkStore, marker: Marker, images: Iterable[ChunkId]) -> 
 
 
 def _forget(store: ChunkStore, marker: Marker, layers: set[str]) -> int:
-    """Drop memos of other layers, and origins of images that are gone; how many memos."""
+    """Drop memos of other layers, and origins, profiles, fills and offers of images that are gone; how many memos."""
     stale = [diff_id for diff_id, _ in store.memos.items() if diff_id not in layers]
     for diff_id in stale:
         store.memos.delete(diff_id)
     for image in [image for image, _ in store.origins.items() if image not in marker.kept]:
         store.origins.delete(image)
+    for image in [image for image in store.profiles.ids() if image not in marker.kept]:
+        store.profiles.delete(image)
+    for image in [image for image in store.fills.ids() if image not in marker.kept]:
+        store.fills.delete(image)
+    for image in [image for image in store.offers.ids() if image not in marker.kept]:
+        store.offers.delete(image)
     return len(stale)
 
 

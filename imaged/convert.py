@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from imaged.apply import Tree
 from imaged.blockbuilder import BlockImageBuilder, write_blob
+from imaged.blockformat import leaf_blocks_for
 from imaged.blockimage import read_blob
 from imaged.cutter import CHUNK_MAX, Cutter
 from imaged.erofs.writer import metadata_image
@@ -268,7 +269,9 @@ def _files(layer: Layer) -> list[Inode]:
 
 def _store_image(store: ChunkStore, draft: _Draft, source: str, warnings: list[str]) -> tuple[ImageRecord, Ref]:
     """Lay the tree out and store both block images and the record, durably."""
-    builder = BlockImageBuilder(store)
+    extents = (extent for inode in draft.files for extent in inode.extents)
+    blocks = sum(extent.block_count for extent in extents if extent.chunk is not None)
+    builder = BlockImageBuilder(store, leaf_blocks=leaf_blocks_for(blocks * BLOCK_BYTES))
     placement = place(draft.root, builder, draft.files)
     warnings += placement.warnings
     data = builder.finish()

@@ -3,32 +3,73 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from imaged.errors import ChunkCorruptError, ChunkMissingError, PvisorError, UpstreamError
 from imaged.frame import Codec, Frame
+from imaged.httppool import Call
 from imaged.ids import ChunkId
 from imaged.upstream import HttpUpstream, RetryPolicy, UpstreamRetryError
 
 log = logging.getLogger(__name__)
+Arrived = Callable[[Frame, bytes], None]
 
 
 class Download:
-    """For one thread, run once. Afterwards `wanted` are the chunks that did not come, and `error` says why."""
+    """Run once, by one thread; others may watch it and end it.
 
-    def __init__(self, chunks: Iterable[ChunkId], retry: RetryPolicy) -> None:
+    Afterwards `wanted` are the chunks that did not come, and `error` says why.
+
+    `asked` is called before each request, `heard` after it; `settled` says whether a chunk has come another way
+    meanwhile. With `fresh`, requests go over new connections, because those that are there may be dead.
+    """
+
+    def __init__(
+        self,
+        chunks: Iterable[ChunkId],
+        retry: RetryPolicy,
+        *,
+        asked: Callable[[], None] = lambda: None,
+        heard: Callable[[HttpUpstream, Call], None] = lambda server, call: None,
+        settled: Callable[[ChunkId], bool] = lambda chunk: False,
+        fresh: bool = False,
+    ) -> None:
         self.wanted = dict.fromkeys(chunks)
-        self.requests = 0
+        self.server: HttpUpstream | None = None
         self._retry = retry
+        self._asked, self._heard, self._settled, self._fresh = asked, heard, settled, fresh
+        self._call: Call | None = None
+        self._cancelled = threading.Event()
+        self._requests = 0
         self._corrupt: dict[ChunkId, ChunkCorruptError] = {}
         self._failure: UpstreamError | None = None
         self._retry_after_s = 0.0
         self._may_pass = False
 
-    def run(
-        self, servers: Sequence[HttpUpstream], arrived: Callable[[Frame, bytes], None], *, patient: bool = True
-    ) -> bool:
+    # For other threads
+
+    @property
+    def heard_s(self) -> float | None:
+        """When the request under way last got a byte, or was sent; None while there is none (between attempts)."""
+        call = self._call
+        return call.heard_s if call is not None else None
+
+    def hurry(self) -> None:
+        """End the request under way: as if its connection had broken, the next server or attempt comes."""
+        call = self._call
+        if call is not None:
+            call.cancel()
+
+    def cancel(self) -> None:
+        """End the whole download soon."""
+        self._cancelled.set()
+        self.hurry()
+
+    # For the one who runs it
+
+    def run(self, servers: Sequence[HttpUpstream], arrived: Arrived, *, patient: bool = True) -> bool:
         """Ask the servers in order, again and again while a failure may pass and time is left.
 
         `arrived` is called with each verified chunk at once. False when the servers did not answer in time; `patient`
@@ -39,7 +80,7 @@ class Download:
             self._failure, self._may_pass, self._retry_after_s = None, False, 0.0
             for server in servers:
                 self._ask(server, arrived)
-                if not self.wanted:
+                if not self.wanted or self._cancelled.is_set():
                     return True
             if not self._may_pass:
                 return True
@@ -47,7 +88,8 @@ class Download:
             wait_s = self._retry.wait_s(attempt, self._retry_after_s)
             if not patient or time.monotonic() - started + wait_s > self._retry.total_s:
                 return False
-            time.sleep(wait_s)
+            if self._cancelled.wait(wait_s):
+                return True
 
     def error(self, chunk: ChunkId) -> PvisorError:
         """Why this chunk did not come. A server that did not answer may have it, so it is not called missing."""
@@ -55,23 +97,35 @@ class Download:
             return self._corrupt[chunk]
         if self._failure is not None:
             return UpstreamError(f"chunk {chunk}: {self._failure.message}", hint=self._failure.hint)
-        where = "neither in the local store nor at a chunk server" if self.requests else "not in the store"
+        where = "neither in the local store nor at a chunk server" if self._requests else "not in the store"
         return ChunkMissingError(chunk, where)
 
-    def _ask(self, server: HttpUpstream, arrived: Callable[[Frame, bytes], None]) -> None:
+    def _ask(self, server: HttpUpstream, arrived: Arrived) -> None:
         """One request, and one more for what came corrupt."""
-        suspects = self._receive(server, server.fetch(list(self.wanted)), arrived)
+        self.wanted = {chunk: None for chunk in self.wanted if not self._settled(chunk)}
+        if not self.wanted:
+            return
+        suspects = self._receive(server, server.fetch, list(self.wanted), arrived)
         if suspects:
-            self._receive(server, server.refetch(suspects), arrived)
+            self._receive(server, server.refetch, suspects, arrived)
 
     def _receive(
-        self, server: HttpUpstream, frames: Iterator[Frame], arrived: Callable[[Frame, bytes], None]
+        self,
+        server: HttpUpstream,
+        ask: Callable[[Sequence[ChunkId], Call], Iterator[Frame]],
+        chunks: list[ChunkId],
+        arrived: Arrived,
     ) -> list[ChunkId]:
         """The ids that came corrupt."""
         suspects: list[ChunkId] = []
-        self.requests += 1
+        self._requests += 1
+        self._asked()
+        call = Call(fresh=self._fresh)
+        self.server, self._call = server, call
+        if self._cancelled.is_set():
+            call.cancel()
         try:
-            for frame in frames:
+            for frame in ask(chunks, call):
                 if frame.header.codec is Codec.MISSING:
                     continue
                 try:
@@ -81,11 +135,18 @@ class Download:
                     self._corrupt[frame.id] = error
                     suspects.append(frame.id)
                     continue
-                del self.wanted[frame.id]
+                self.wanted.pop(frame.id, None)
                 arrived(frame, data)
         except UpstreamRetryError as error:
             self._failure, self._may_pass = error, True
             self._retry_after_s = max(self._retry_after_s, error.retry_after_s)
         except PvisorError as error:
             self._failure = UpstreamError(error.message, hint=error.hint)
+        except Exception as error:
+            # Whatever it was, it does not say that the chunk is missing.
+            log.exception("%s: a request failed", server.url)
+            self._failure = UpstreamError(f"chunk server {server.url}: {error!r}")
+        finally:
+            self._call = None
+            self._heard(server, call)
         return suspects

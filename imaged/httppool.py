@@ -9,12 +9,16 @@ chunked bodies, bodies that end with the connection. Redirects and content encod
 from __future__ import annotations
 
 import contextlib
+import errno
+import math
+import os
 import re
 import select
 import socket
-import ssl
 import threading
+import time
 from collections.abc import Iterator, Mapping
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 from imaged.errors import InvalidNameError
@@ -25,6 +29,8 @@ _RECEIVE_BYTES = 256 << 10
 _HEAD_LIMIT_BYTES = 64 << 10
 _LINE_LIMIT_BYTES = 1024
 _NO_BODY = frozenset({204, 304})
+_LENGTH = re.compile(r"[0-9]{1,18}")
+_CHUNK_LENGTH = re.compile(rb"[0-9A-Fa-f]{1,15}")
 _HOST = re.compile(r"[A-Za-z0-9._:%-]+")
 
 
@@ -36,15 +42,86 @@ class _ClosedError(HttpBrokenError):
     """The server closed the connection before it answered anything."""
 
 
+class Call:
+    """One request as other threads see it: since when it is silent, and a way to end it.
+
+    Times are those of `time.monotonic`, 0.0 for what has not happened. `fresh` asks for a connection that no request
+    went over before: whoever asks again because a connection is dead must not get the next dead one. `longest_s` is
+    how long the answer may take from its first byte on; it may be changed while it comes.
+    """
+
+    __slots__ = (
+        "_lock",
+        "_socket",
+        "cancelled",
+        "first_byte_s",
+        "fresh",
+        "heard_s",
+        "longest_s",
+        "received_bytes",
+        "sent_s",
+    )
+
+    def __init__(self, *, fresh: bool = False, longest_s: float = math.inf) -> None:
+        self.fresh = fresh
+        self.longest_s = longest_s
+        self.cancelled = False
+        self.sent_s = self.first_byte_s = 0.0
+        self.heard_s = time.monotonic()
+        self.received_bytes = 0
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+
+    def cancel(self) -> None:
+        """End the request: whoever waits for its answer gets an HttpBrokenError. Safe at any time, also afterwards."""
+        with self._lock:
+            self.cancelled = True
+            if self._socket is not None:
+                # The plain socket's: that of a TLS socket would take its state from under the thread that reads.
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def attach(self, used: socket.socket) -> None:
+        """This socket carries the request now. HttpBrokenError when the call was cancelled before."""
+        with self._lock:
+            if self.cancelled:
+                raise HttpBrokenError("given up")
+            self._socket = used
+
+    def detach(self) -> None:
+        """The socket is no longer this request's to end."""
+        with self._lock:
+            self._socket = None
+
+    def sent(self) -> None:
+        self.sent_s = self.heard_s = time.monotonic()
+
+    def received(self, byte_count: int) -> None:
+        """HttpBrokenError when the answer takes too long."""
+        self.heard_s = time.monotonic()
+        self.received_bytes += byte_count
+        if not self.first_byte_s:
+            self.first_byte_s = self.heard_s
+        if self.heard_s - self.first_byte_s > self.longest_s:
+            raise HttpBrokenError(f"an answer of more than {self.longest_s:.0f} s")
+
+
 class _Wire:
     """A connected socket and what was received but not yet asked for. For one thread at a time."""
 
-    __slots__ = ("_at", "_data", "socket")
+    __slots__ = ("_at", "_data", "call", "socket")
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
+        self.call: Call | None = None
         self._data = b""
         self._at = 0
+
+    def _receive(self, size: int) -> bytes:
+        data = self.socket.recv(size)
+        if data and self.call is not None:
+            self.call.received(len(data))
+        return data
 
     def send(self, head: bytes, body: bytes) -> None:
         """In one piece when it is small, so that a request is one packet; the timeout is for each piece."""
@@ -66,7 +143,7 @@ class _Wire:
         missing = size - len(parts[0])
         self._data, self._at = b"", 0
         while missing > 0:
-            data = self.socket.recv(max(missing, _RECEIVE_BYTES))
+            data = self._receive(max(missing, _RECEIVE_BYTES))
             if not data:
                 break
             if len(data) > missing:
@@ -82,7 +159,7 @@ class _Wire:
         while (end := data.find(mark)) < 0:
             if len(data) > limit:
                 raise HttpBrokenError(f"more than {limit} bytes where a head should end")
-            more = self.socket.recv(_RECEIVE_BYTES)
+            more = self._receive(_RECEIVE_BYTES)
             if not more:
                 raise HttpBrokenError("the answer was cut off") if data else _ClosedError("no answer")
             data += more
@@ -119,7 +196,7 @@ class Answer:
         elif self._chunked:
             self._left = 0
         elif length:
-            if not (length.isascii() and length.isdigit()):
+            if _LENGTH.fullmatch(length) is None:
                 raise HttpBrokenError(f"Content-Length {length[:40]!r}")
             self._left = int(length)
         self.keep_alive = version == b"HTTP/1.1" and self.header("connection").lower() != "close"
@@ -180,10 +257,10 @@ class Answer:
     def _next_chunk(self) -> None:
         """Read a chunk's size; after the last chunk the body is over and `_chunked` is off."""
         line = self._wire.read_until(b"\r\n", _LINE_LIMIT_BYTES)
-        try:
-            self._left = int(line.partition(b";")[0], 16)
-        except ValueError:
-            raise HttpBrokenError(f"chunk size {line[:40]!r}") from None
+        size = line[:-2].partition(b";")[0].strip()
+        if _CHUNK_LENGTH.fullmatch(size) is None:
+            raise HttpBrokenError(f"chunk size {line[:40]!r}")
+        self._left = int(size, 16)
         if self._left == 0:
             while self._wire.read_until(b"\r\n", _HEAD_LIMIT_BYTES) != b"\r\n":
                 pass
@@ -200,13 +277,19 @@ class Answer:
         return not self._chunked and self._left == 0
 
 
+def _tls_context() -> Any:
+    import ssl  # 5 ms that a daemon with a server in its own network starts without
+
+    return ssl.create_default_context()
+
+
 class ConnectionPool:
     """Connections to one base URL. Threads may share it; a connection belongs to one request at a time."""
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
         self._address, self._prefix, host, tls = _split(url)
         self._tail = f" HTTP/1.1\r\nHost: {host}\r\n"
-        self._tls = ssl.create_default_context() if tls else None
+        self._tls = _tls_context() if tls else None
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._idle: list[_Wire] = []
@@ -219,41 +302,56 @@ class ConnectionPool:
             wire.socket.close()
 
     @contextlib.contextmanager
-    def request(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> Iterator[Answer]:
+    def request(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str], *, call: Call | None = None
+    ) -> Iterator[Answer]:
         """Send, and give the answer once its head is there. HttpBrokenError.
 
         An idle connection that the server has closed meanwhile is replaced at once and does not count as a failure.
+        Through `call` other threads may watch and end the request.
         """
+        call = call or Call()
         head = [method, " ", self._prefix, path, self._tail]
         head += [f"{name}: {value}\r\n" for name, value in headers.items()]
         if body is not None:
             head.append(f"Content-Length: {len(body)}\r\n")
         head.append("\r\n")
-        wire, answer = self._exchange("".join(head).encode("ascii"), body or b"")
+        wire, answer = self._exchange("".join(head).encode("ascii"), body or b"", call)
         try:
             yield answer
         except BaseException:
+            call.detach()
             wire.socket.close()
             raise
-        if answer.is_over and answer.keep_alive:
+        call.detach()
+        wire.call = None
+        if answer.is_over and answer.keep_alive and not call.cancelled:
             with self._lock:
                 if len(self._idle) < _MAX_IDLE:
                     self._idle.append(wire)
                     return
         wire.socket.close()
 
-    def _exchange(self, head: bytes, body: bytes) -> tuple[_Wire, Answer]:
+    def _exchange(self, head: bytes, body: bytes, call: Call) -> tuple[_Wire, Answer]:
         while True:
-            wire = self._take()
+            if call.cancelled:
+                raise HttpBrokenError("given up")
+            wire = None if call.fresh else self._take()
             reused = wire is not None
             try:
-                wire = wire or self._connect()
+                if wire is None:
+                    wire = self._connect(call)
+                else:
+                    call.attach(wire.socket)
+                wire.call = call
                 wire.send(head, body)
+                call.sent()
                 return wire, Answer(wire)
             except (OSError, HttpBrokenError) as error:
+                call.detach()
                 if wire is not None:
                     wire.socket.close()
-                if not (reused and isinstance(error, (ConnectionError, _ClosedError))):
+                if call.cancelled or not (reused and isinstance(error, (ConnectionError, _ClosedError))):
                     raise HttpBrokenError(_describe(error)) from error
 
     def _take(self) -> _Wire | None:
@@ -267,17 +365,58 @@ class ConnectionPool:
                 return wire
             wire.socket.close()
 
-    def _connect(self) -> _Wire:
-        connected = socket.create_connection(self._address, timeout=_CONNECT_TIMEOUT_S)
+    def _connect(self, call: Call) -> _Wire:
+        """To the first address of the host that answers."""
+        failure: OSError = OSError("its name has no address")
+        for family, kind, protocol, _, address in socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM):
+            plain = socket.socket(family, kind, protocol)
+            try:
+                return self._connect_to(plain, address, call)
+            except OSError as error:
+                call.detach()
+                plain.close()
+                failure = error
+            except BaseException:
+                call.detach()
+                plain.close()
+                raise
+        raise failure
+
+    def _connect_to(self, plain: socket.socket, address: Any, call: Call) -> _Wire:
+        _connect_within(plain, address, call)
+        plain.settimeout(_CONNECT_TIMEOUT_S)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._tls is None:
+            plain.settimeout(self._timeout_s)
+            return _Wire(plain)
+        call.detach()
+        wrapped = self._tls.wrap_socket(plain, server_hostname=self._address[0])
         try:
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._tls is not None:
-                connected = self._tls.wrap_socket(connected, server_hostname=self._address[0])
-            connected.settimeout(self._timeout_s)
+            call.attach(wrapped)
+            wrapped.settimeout(self._timeout_s)
         except BaseException:
-            connected.close()
+            wrapped.close()
             raise
-        return _Wire(connected)
+        return _Wire(wrapped)
+
+
+def _connect_within(plain: socket.socket, address: Any, call: Call) -> None:
+    """Connect within the timeout, or until the call is cancelled. OSError, HttpBrokenError.
+
+    The call gets the socket only once it is connecting: what is shut down before that connects all the same.
+    """
+    plain.setblocking(False)
+    number = plain.connect_ex(address)
+    call.attach(plain)
+    if number == errno.EINPROGRESS:
+        poll = select.poll()
+        poll.register(plain, select.POLLOUT)
+        if not poll.poll(_CONNECT_TIMEOUT_S * 1000):
+            raise TimeoutError
+        number = plain.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if number:
+        raise OSError(number, os.strerror(number))
+    call.attach(plain)
 
 
 def _split(url: str) -> tuple[tuple[str, int], str, str, bool]:

@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from imaged import catalog
-from imaged.blockimage import BlockImage
+from imaged.bootview import BootView, BootViews
 from imaged.chunkapi import Blocking, ChunkApi, read_json
 from imaged.errors import ChunkError, FormatError, PvisorError
 from imaged.ids import ChunkId
@@ -24,11 +24,6 @@ from imaged.refs import Ref
 from imaged.store import ChunkStore
 
 log = logging.getLogger(__name__)
-BOOT_LEAF_BYTES = 256 << 10
-"""Leaves of the data image that a boot answer carries at most, from the start of the disk. A leaf is some 8 KiB and
-saves a round trip if the process reads in its 16 MiB: small images get all, large ones skip what they may not need."""
-
-_BOOT_LISTS = 256
 
 
 class IncompleteImageError(PvisorError):
@@ -51,7 +46,7 @@ class ImageApi:
         self._jobs = jobs
         self._chunks = chunks
         self._blocking = blocking
-        self._boot_lists: dict[ChunkId, list[ChunkId]] = {}
+        self._boot_views = BootViews(store)
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -76,26 +71,36 @@ class ImageApi:
         return found
 
     async def one(self, request: web.Request) -> web.StreamResponse:
-        """GET images/NAME: the image as JSON, or with ?view=boot as the frames that a first mount needs."""
-        view = request.query.get("view")
-        if view not in (None, "boot"):
-            raise FormatError("query parameter view", expected="boot", found=repr(view)[:80])
-        entry = await self._blocking.run(self._find, request.match_info["name"])
-        headers = {"Cache-Control": "no-cache", "ETag": f'"{entry.ref.record}"'}
-        if headers["ETag"] in request.headers.get("If-None-Match", ""):
+        """GET images/NAME: the image as JSON, or with ?view=boot as the frames that a first mount needs.
+
+        With &profile=frame its startup profile comes first, in a frame of its own; with &profile=chunks the chunks that
+        it names follow, too, for a client that has none of them.
+        """
+        view = _choice(request, "view", "boot")
+        profile = _choice(request, "profile", "frame", "chunks")
+        known = request.headers.get("If-None-Match", "")
+        entry, boot = await self._blocking.run(self._find_view, request.match_info["name"], view, known)
+        headers = {"Cache-Control": "no-cache", "ETag": _tag(entry)}
+        if _tag(entry) in known:
             return web.Response(status=304, headers=headers)
         document = _document(entry)
-        if view is None:
+        if boot is None:
             return web.json_response(document, headers=headers)
         del document["record"]
+        document["frames"] = len(boot.chunks)
+        lead = b""
+        if boot.profile is not None and profile is not None:
+            document["profile"] = str(boot.profile.id)
+            lead = boot.profile.pack()
         headers["Pvisor-Image"] = json.dumps(document)
-        chunks = self._boot_lists.get(entry.ref.record)
-        if chunks is None:
-            chunks = await self._blocking.run(self._boot_chunks, entry)
-            self._boot_lists[entry.ref.record] = chunks
-            if len(self._boot_lists) > _BOOT_LISTS:
-                del self._boot_lists[next(iter(self._boot_lists))]
-        return await self._chunks.send_frames(request, chunks, headers)
+        chunks = [*boot.chunks, *boot.ahead] if profile == "chunks" else boot.chunks
+        return await self._chunks.send_frames(request, chunks, headers, lead=lead)
+
+    def _find_view(self, name: str, view: str | None, known: str) -> tuple[catalog.Entry, BootView | None]:
+        """The image, and its boot view if that is asked for and the client does not have it."""
+        entry = self._find(name)
+        wanted = view is not None and _tag(entry) not in known
+        return entry, self._boot_views.get(entry) if wanted else None
 
     def _find(self, text: str) -> catalog.Entry:
         name, ref = catalog.resolve(self._store, text)
@@ -104,21 +109,6 @@ class ImageApi:
         except FormatError as error:
             hint = "convert or push it again, with this version of pVisor"
             raise DamagedImageError(f"image {name}, in the server's store: {error.message}", hint=hint) from error
-
-    def _boot_chunks(self, entry: catalog.Entry) -> list[ChunkId]:
-        """The record first, then in the order a client walks them: metadata whole, data root, first data leaves."""
-        metadata = BlockImage.open(self._store, entry.record.metadata)
-        data = BlockImage.open(self._store, entry.record.data)
-        leaves: list[ChunkId] = []
-        room = BOOT_LEAF_BYTES
-        for leaf in data.leaf_ids():
-            size = self._store.sizes(leaf)
-            room -= size[1] if size is not None else 0
-            if room < 0:
-                break
-            leaves.append(leaf)
-        wanted = (entry.ref.record, metadata.id, *metadata.leaf_ids(), *metadata.chunk_ids(), data.id, *leaves)
-        return list(dict.fromkeys(wanted))
 
     async def publish(self, request: web.Request) -> web.Response:
         """PUT images/NAME {"id"}: name an image of which every chunk is here."""
@@ -185,6 +175,18 @@ class ImageApi:
         """GET jobs/ID: how far a conversion is."""
         job = self._jobs.get(request.match_info["id"])
         return web.json_response(job.to_dict(), headers={"Cache-Control": "no-store"})
+
+
+def _choice(request: web.Request, parameter: str, *choices: str) -> str | None:
+    """A query parameter that has one of these values when it is there. FormatError."""
+    found = request.query.get(parameter)
+    if found not in (None, *choices):
+        raise FormatError(f"query parameter {parameter}", expected=" or ".join(choices), found=repr(found)[:80])
+    return found
+
+
+def _tag(entry: catalog.Entry) -> str:
+    return f'"{entry.ref.record}"'
 
 
 def _document(entry: catalog.Entry) -> dict[str, Any]:

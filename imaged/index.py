@@ -29,7 +29,9 @@ from imaged.publish import sync_directory
 INDEX_NAME = "index.mdb"
 MAP_BYTES = 64 << 30
 FORMAT = b"1"
-TABLES = ("meta", "chunks", "packs", "refs", "memos", "origins")
+TABLES = ("meta", "chunks", "packs", "refs", "memos", "origins", "profiles", "fills", "offers")
+_LATER_TABLES = frozenset({"profiles", "fills", "offers"})
+"""Stores of format 1 may lack these until someone opens them for writing; they are then empty."""
 _LOCATION = struct.Struct("<IQIIB")
 _PACK_NUMBER = struct.Struct(">I")
 _PACK_ROW = struct.Struct("<QBIQQ")
@@ -122,7 +124,13 @@ class Index:
         self._env, self._pid, self._users = env, os.getpid(), 1
         self._write_lock = threading.Lock()
         if readonly:
-            self._tables = {name: env.open_db(name.encode(), create=False) for name in TABLES}
+            self._tables = {}
+            for name in TABLES:
+                try:
+                    self._tables[name] = env.open_db(name.encode(), create=False)
+                except lmdb.NotFoundError:
+                    if name not in _LATER_TABLES:
+                        raise
         else:
             with env.begin(write=True) as txn:
                 self._tables = {name: env.open_db(name.encode(), txn=txn) for name in TABLES}
@@ -218,15 +226,21 @@ class Index:
 
     def rows(self, table: str, *, txn: Txn | None = None) -> Iterator[tuple[bytes, bytes]]:
         """Every key and value of a table, in key order, of one snapshot."""
+        if table not in self._tables:
+            return
         if txn is not None:
             yield from txn.cursor(db=self._tables[table])
             return
         with self.read() as snapshot:
             yield from snapshot.cursor(db=self._tables[table])
 
-    def get(self, table: str, key: bytes) -> bytes | None:
-        with self.read() as txn:
+    def get(self, table: str, key: bytes, *, txn: Txn | None = None) -> bytes | None:
+        if table not in self._tables:
+            return None
+        if txn is not None:
             return txn.get(key, db=self._tables[table])
+        with self.read() as snapshot:
+            return snapshot.get(key, db=self._tables[table])
 
     def put(self, txn: Txn, table: str, key: bytes, value: bytes) -> None:
         txn.put(key, value, db=self._tables[table])

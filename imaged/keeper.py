@@ -12,22 +12,26 @@ from typing import TYPE_CHECKING
 
 from imaged.errors import PvisorError, StoreError
 from imaged.frame import Frame
+from imaged.room import Room
 
 if TYPE_CHECKING:
     from imaged.store import ChunkStore
 
 log = logging.getLogger(__name__)
 _QUEUE_FRAMES = 256
-_FULL_WAIT_S = 1.0
 _ACTION_WAIT_S = 60.0
 _CLOSE_WAIT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedFrame(Frame):
-    """A frame that was opened before: `data` is what `Frame.open` gave, so that opening it again costs nothing."""
+    """A frame that was opened before: `data` is what `Frame.open` gave, so that opening it again costs nothing.
+
+    One that is `needed` is stored however little space is left.
+    """
 
     data: bytes
+    needed: bool = False
 
     def open(self) -> bytes:
         return self.data
@@ -37,24 +41,33 @@ class Keeper:
     """A bounded queue and one thread that puts frames into the store. Threads may share it.
 
     A store that is full, read-only or too slow costs the cached copy, never the read: such frames are counted in
-    `dropped` and fetched again when they are next wanted. Nothing that is given here ends the thread.
+    `dropped` and fetched again when they are next wanted. The file system is not filled up with them either: `room`
+    says when to stop. Nothing that is given here ends the thread.
     """
 
     def __init__(self, store: ChunkStore) -> None:
         self.dropped = 0
+        self.room = Room(store.root)
         self._store = store
         self._queue: queue.Queue[VerifiedFrame | Callable[[], None] | None] = queue.Queue(_QUEUE_FRAMES)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self._closed = self._stuck = False
         self._error: PvisorError | None = None
 
-    def keep(self, frame: VerifiedFrame) -> None:
-        """Store this frame soon. Waits a moment when the queue is full, then gives the frame up."""
+    def keep(self, frame: VerifiedFrame, *, wait_s: float = 0.0) -> None:
+        """Store this frame soon, or give it up when the queue is full: it can be fetched again.
+
+        `wait_s` is how long to wait for room, for those whom nobody waits for; once that was in vain, nobody waits
+        until there is room again.
+        """
         try:
-            self._give(frame, _FULL_WAIT_S)
+            self._give(frame, 0.0 if self._stuck else wait_s)
         except StoreError:
+            self._stuck = True
             self.dropped += 1
+        else:
+            self._stuck = False
 
     def after(self, action: Callable[[], None], *, timeout_s: float = _ACTION_WAIT_S) -> None:
         """Run `action` on the keeper's thread when everything kept before is in the store; `drain` raises its error.
@@ -99,7 +112,7 @@ class Keeper:
             raise StoreError("nothing more is stored: the keeper is closed")
         self._start()
         try:
-            self._queue.put(item, timeout=timeout_s)
+            self._queue.put(item, block=timeout_s > 0, timeout=timeout_s)
         except queue.Full:
             raise StoreError(f"the store did not take what was fetched within {timeout_s:.0f} s") from None
 
@@ -131,6 +144,8 @@ class Keeper:
 
     def _put(self, frame: VerifiedFrame) -> None:
         try:
+            if not frame.needed:
+                self.room.take(frame.stored_bytes)
             self._store.put_frame(frame)
         except PvisorError as error:
             self.dropped += 1

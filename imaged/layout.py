@@ -26,7 +26,7 @@ from imaged.ids import BLOCK_BYTES
 from imaged.tree import Inode, walk
 
 SPARSE_BLOCKS = 4096
-"""A file with at least this many hole blocks (16 MiB, a leaf), and no fewer of them than others, is kept sparse."""
+"""A file with at least this many hole blocks (16 MiB), and no fewer of them than others, is kept sparse."""
 CHUNK_COUNT_TARGET = 8192
 """A sparse file has at most this many chunks, 8 bytes each in the metadata, which every client fetches whole."""
 CHUNK_BITS_LIMIT = 31

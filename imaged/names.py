@@ -17,9 +17,9 @@ _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?::[0-9]+(?=/))?(?:/[A-Za-z0-9][
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _NAME_LIMIT = 511
 """Characters of a whole name, tag included: what a store takes as a key."""
-_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+_NO_TEXT = "[\0\ud800-\udfff]"
 """NUL ends a path; bytes that are not UTF-8 come as surrogates, and no list of images could show them."""
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}")
+_DIGEST = r"sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class SourceName:
                 f"{text[:60]!r}...",
                 hint="check the name",
             )
-        if _NO_TEXT.search(text) is not None:
+        if re.search(_NO_TEXT, text) is not None:
             raise InvalidNameError(
                 f"{text[:200]!r} is not an image source: it is not UTF-8 text",
                 hint="rename or link the file or directory",
@@ -132,7 +132,7 @@ class SourceName:
             repo = f"docker.io/{repo}"
         if not at:
             return cls("docker", repo, ImageName.parse(f"{repo}:{name.tag}").tag)
-        if _DIGEST.fullmatch(digest) is None:
+        if re.fullmatch(_DIGEST, digest) is None:
             raise InvalidNameError(
                 f"{text[:200]!r} is not an image source: expected sha256:<64 hex digits> after the @",
                 hint="sha512:<128 hex digits> is a digest too; names without one end in a tag, as HOST/REPO:TAG",

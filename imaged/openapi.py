@@ -6,6 +6,7 @@ from typing import Any
 
 _ID = "64 lower-case hex digits: BLAKE3-256"
 _FRAMES = "application/vnd.pvisor.frame"
+_PROFILE = "application/vnd.pvisor.profile"
 
 
 def document() -> dict[str, Any]:
@@ -31,20 +32,35 @@ def document() -> dict[str, Any]:
                     "One image, by name, by the unique end of a name, or by id",
                     {
                         "200": {
-                            "description": "The image; with view=boot its record, roots, metadata and first leaves as "
-                            "frames, and the image without its record in the Pvisor-Image header",
+                            "description": "The image; with view=boot its record, roots, metadata and the leaves that "
+                            "its profile names as frames, and the image without its record in the Pvisor-Image header; "
+                            "with profile=frame the profile before them, with profile=chunks what it names after them",
                             "content": {"application/json": {"schema": _ref("Image")}, **_binary()},
                         },
                         "304": {"description": "If-None-Match names the current id"},
                     }
                     | _errors("400", "404"),
-                    parameters=[_in_path("name"), _in_query("view", "boot")],
+                    parameters=[_in_path("name"), _in_query("view", "boot"), _in_query("profile", "frame", "chunks")],
                 ),
                 "put": _operation(
                     "Name an image of which every chunk is here",
                     {"200": _json("The image", _ref("Image"))} | _errors("400", "409"),
                     parameters=[_in_path("name")],
                     body=_json_body(_object(id=_string(_ID))),
+                ),
+            },
+            "/v1/profiles/{name}": {
+                "get": _operation(
+                    "The startup profile of an image: docs/formats/profile.md",
+                    {"200": {"description": "The profile", "content": _binary(_PROFILE)}} | _errors("400", "404"),
+                    parameters=[_in_path("name")],
+                ),
+                "put": _operation(
+                    "Merge one recorded run: ids in order of first touch; what is not of the image is left out",
+                    {"200": _json("The profile", _object(runs={"type": "integer"}, entries={"type": "integer"}))}
+                    | _errors("400", "403", "404", "507"),
+                    parameters=[_in_path("name")],
+                    body=_ids_body(),
                 ),
             },
             "/v1/jobs/{id}": {
@@ -158,8 +174,8 @@ def _ids_body() -> dict[str, Any]:
     }
 
 
-def _binary() -> dict[str, Any]:
-    return {_FRAMES: {"schema": {"type": "string", "format": "binary"}}}
+def _binary(media_type: str = _FRAMES) -> dict[str, Any]:
+    return {media_type: {"schema": {"type": "string", "format": "binary"}}}
 
 
 def _errors(*statuses: str) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def _batches(store: ChunkStore, chunks: list[ChunkId]) -> Iterator[list[Frame]]:
     size_bytes = 0
     for frame in store.frames(chunks):
         if frame.header.codec is Codec.MISSING:
-            raise ChunkMissingError(frame.id, hint="the image is not whole here; `pvisor pull` fetches all of it")
+            raise ChunkMissingError(frame.id, hint="the image is not complete here; `pvisor pull` fetches all of it")
         batch.append(frame)
         size_bytes += frame.stored_bytes
         if size_bytes >= _UPLOAD_BYTES:

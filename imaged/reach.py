@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 from imaged.blockformat import Leaf, Root
-from imaged.blockimage import BlockImage, read_blob
+from imaged.blockimage import BlockImage, get_many, read_blob
 from imaged.chunks import ChunkReader
 from imaged.errors import ChunkCorruptError, ChunkMissingError
 from imaged.ids import ChunkId
 from imaged.layer import chunk_ids as layer_chunk_ids
 from imaged.record import ImageRecord
+
+_LEAVES_AT_ONCE = 256
+
+
+class Belonging(NamedTuple):
+    """Chunks of one block image: its leaves, and what these name."""
+
+    leaves: list[ChunkId]
+    chunks: list[ChunkId]
+
+
+def belonging(reader: ChunkReader, image: ChunkId, wanted: Sequence[ChunkId]) -> Belonging:
+    """Which of the ids in `wanted`, whoever made that list, are of this block image; in their order, each once.
+
+    A chunk counts when a leaf in `wanted` names it, so that what is read follows the list and not the image. Errors as
+    from `reader`, and FormatError.
+    """
+    wanted = list(dict.fromkeys(wanted))
+    known = frozenset(leaf for leaf in Root.parse(reader.get(image)).leaves if leaf is not None)
+    leaves = [chunk for chunk in wanted if chunk in known]
+    named: set[ChunkId] = set()
+    for start in range(0, len(leaves), _LEAVES_AT_ONCE):
+        for raw in get_many(reader, leaves[start : start + _LEAVES_AT_ONCE]).values():
+            named.update(Leaf.parse(raw).chunks())
+    return Belonging(leaves, [chunk for chunk in wanted if chunk in named and chunk not in known])
 
 
 class PartialReader(ChunkReader, Protocol):

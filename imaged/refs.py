@@ -1,18 +1,19 @@
-"""The small tables of a store: refs (names), layer memos, and the origins of pulled block images."""
+"""The small tables of a store: refs (names), layer memos, origins of pulled block images, startup profiles, fills."""
 
 from __future__ import annotations
 
 import errno
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from imaged.errors import FormatError, InvalidNameError
 from imaged.ids import ChunkId
 from imaged.index import Index, Txn
+from imaged.profile import Profile
 from imaged.publish import published
 
 REFS_NAME = "refs.json"
@@ -73,24 +74,29 @@ class RefTable:
         self._root, self._index, self._before_change = root, index, before_change
 
     def get(self, name: str) -> Ref | None:
+        """FormatError when the row is damaged; it can be set and deleted all the same."""
         raw = self._index.get("refs", _key(name))
-        return None if raw is None else Ref.from_json(json.loads(raw))
+        return None if raw is None else _ref(name, raw)
 
     def items(self) -> list[tuple[str, Ref]]:
-        """All of them, by name."""
-        return [(key.decode(), Ref.from_json(json.loads(value))) for key, value in self._index.rows("refs")]
+        """All of them, by name. FormatError when one is damaged: what it keeps is not known."""
+        return [(key.decode(), _ref(key.decode(), value)) for key, value in self._index.rows("refs")]
 
     def set(self, name: str, ref: Ref) -> None:
         self._before_change()
         with self._index.write("set a name") as txn:
+            held = self._index.get("refs", _key(name), txn=txn)
             self._index.put(txn, "refs", _key(name), _ref_bytes(ref))
+            self._end_fill(txn, held)
             self._copy(txn)
 
     def delete(self, name: str) -> bool:
         """Whether it was there."""
         self._before_change()
         with self._index.write("delete a name") as txn:
+            held = self._index.get("refs", _key(name), txn=txn)
             found = self._index.delete(txn, "refs", _key(name))
+            self._end_fill(txn, held)
             try:
                 if found:
                     self._copy(txn)
@@ -101,6 +107,38 @@ class RefTable:
                 log.warning("%s is not up to date: %s", self._root / REFS_NAME, error.strerror)
         return found
 
+    def complete(self, record: ChunkId) -> None:
+        """Every chunk of this image is here: its names need no server, and nothing of it is left to fill."""
+        self._before_change()
+        with self._index.write("note that an image is complete") as txn:
+            lazy = {name: ref for name, ref in self._items(txn) if ref.record == record and ref.origin}
+            for name, ref in lazy.items():
+                self._index.put(txn, "refs", _key(name), _ref_bytes(replace(ref, origin="")))
+            self._index.delete(txn, "fills", record)
+            if lazy:
+                self._copy(txn)
+
+    def _items(self, txn: Txn) -> Iterator[tuple[str, Ref]]:
+        """Those that are sound: a damaged one must not stand in the way of a change."""
+        for key, value in self._index.rows("refs", txn=txn):
+            try:
+                yield key.decode(), _ref(key.decode(), value)
+            except FormatError as error:
+                log.warning("%s", error.message)
+
+    def _end_fill(self, txn: Txn, held: bytes | None) -> None:
+        """A name is gone or moved on: what it stood for is filled no longer if that was its last one."""
+        if held is None:
+            return
+        try:
+            record = _ref("that was", held).record
+        except FormatError as error:
+            log.warning("%s", error.message)
+            return
+        wanted = self._index.get("fills", record, txn=txn) is not None
+        if wanted and all(ref.record != record for _, ref in self._items(txn)):
+            self._index.delete(txn, "fills", record)
+
     @staticmethod
     def restore(index: Index, refs: Mapping[str, Ref]) -> None:
         """Put names into an index that is being rebuilt; their copy stays as it is."""
@@ -110,8 +148,15 @@ class RefTable:
 
     def _copy(self, txn: Txn) -> None:
         # Inside the transaction: only there are the copies of several processes in the order of their changes.
-        refs = {key.decode(): json.loads(value) for key, value in self._index.rows("refs", txn=txn)}
-        write_copy(self._root, refs)
+        write_copy(self._root, {name: ref.to_json() for name, ref in self._items(txn)})
+
+
+def _ref(name: str, raw: bytes) -> Ref:
+    try:
+        return Ref.from_json(json.loads(raw))
+    except (FormatError, ValueError, RecursionError) as error:
+        hint = f"`pvisor image rm {name}`, or pull or convert it again"
+        raise FormatError(f"name {name}", expected="a ref", found=str(error), hint=hint) from error
 
 
 def _ref_bytes(ref: Ref) -> bytes:
@@ -201,6 +246,90 @@ class OriginTable:
         self._before_change()
         with self._index.write("forget an origin") as txn:
             return self._index.delete(txn, "origins", image)
+
+
+class ProfileTable:
+    """Block image id -> its startup profile. Only advice: any row may go at any time, and promises no chunk."""
+
+    def __init__(self, index: Index, check_writable: Callable[[], None]) -> None:
+        self._index, self._check_writable = index, check_writable
+
+    def raw(self, image: ChunkId) -> bytes | None:
+        """As it is kept."""
+        return self._index.get("profiles", image)
+
+    def get(self, image: ChunkId) -> Profile | None:
+        raw = self.raw(image)
+        return None if raw is None else _profile(image, raw)
+
+    def ids(self) -> list[ChunkId]:
+        """The block images that have one."""
+        return [ChunkId(key) for key, _ in self._index.rows("profiles")]
+
+    def offer(self, image: ChunkId, profile: Profile) -> None:
+        """Keep a profile that came from elsewhere, unless the one that is here was made from more runs."""
+        held = self.get(image)
+        if held is not None and (held == profile or held.runs > profile.runs):
+            return
+        self._check_writable()
+        with self._index.write("keep a profile") as txn:
+            self._index.put(txn, "profiles", image, profile.pack())
+
+    def merge(self, image: ChunkId, touched: Sequence[ChunkId]) -> Profile:
+        """Add one run, whoever else adds one at the same time; what is then kept."""
+        self._check_writable()
+        before = self.get(image) or Profile()
+        known = list(dict.fromkeys([*before.chunks, *touched]))
+        places = zip(known, self._index.find_many(known), strict=True)
+        sizes = {chunk: place.stored_bytes for chunk, place in places if place is not None}
+        with self._index.write("merge a profile") as txn:
+            raw = self._index.get("profiles", image, txn=txn)
+            held = _profile(image, raw) if raw is not None else None
+            merged = (held or Profile()).merged(touched, sizes)
+            self._index.put(txn, "profiles", image, merged.pack())
+        return merged
+
+    def delete(self, image: ChunkId) -> bool:
+        self._check_writable()
+        with self._index.write("forget a profile") as txn:
+            return self._index.delete(txn, "profiles", image)
+
+
+class FillTable:
+    """Image id -> how many bytes a second may be spent on fetching what it lacks, by who serves it.
+
+    A row is a wish, kept until the image is complete (`RefTable.complete`) or has lost its last name.
+    """
+
+    def __init__(self, index: Index, check_writable: Callable[[], None]) -> None:
+        self._index, self._check_writable = index, check_writable
+
+    def get(self, image: ChunkId) -> int | None:
+        raw = self._index.get("fills", image)
+        return None if raw is None else int(raw)
+
+    def ids(self) -> list[ChunkId]:
+        """The images that are to be filled."""
+        return [ChunkId(key) for key, _ in self._index.rows("fills")]
+
+    def set(self, image: ChunkId, bytes_per_s: int) -> None:
+        self._check_writable()
+        with self._index.write("note a fill") as txn:
+            self._index.put(txn, "fills", image, b"%d" % bytes_per_s)
+
+    def delete(self, image: ChunkId) -> bool:
+        self._check_writable()
+        with self._index.write("forget a fill") as txn:
+            return self._index.delete(txn, "fills", image)
+
+
+def _profile(image: ChunkId, raw: bytes) -> Profile | None:
+    """None for a row that is no profile: the next run makes it anew."""
+    try:
+        return Profile.parse(raw)
+    except FormatError as error:
+        log.warning("profile of %s: %s", image, error.message)
+        return None
 
 
 def _key(name: str) -> bytes:

@@ -13,6 +13,7 @@ from pathlib import Path
 from aiohttp import web
 
 from imaged.chunkapi import BadUploadError, Blocking, ChunkApi
+from imaged.denser import Denser
 from imaged.errors import (
     ChunkError,
     FormatError,
@@ -27,6 +28,7 @@ from imaged.errors import (
 from imaged.imageapi import ImageApi, IncompleteImageError, SourceRefusedError
 from imaged.jobs import Jobs
 from imaged.openapi import document
+from imaged.profileapi import ProfileApi
 from imaged.store import ChunkStore
 
 log = logging.getLogger(__name__)
@@ -111,7 +113,7 @@ def _listen(host: str, port: int) -> socket.socket:
 @contextlib.asynccontextmanager
 async def application(store: ChunkStore) -> AsyncIterator[web.Application]:
     """The app over one store, with its thread pool and jobs."""
-    blocking = Blocking()
+    blocking, denser = Blocking(), Denser(store)
     try:
         async with Jobs(store.root) as jobs:
             chunks = ChunkApi(store, blocking)
@@ -121,11 +123,13 @@ async def application(store: ChunkStore) -> AsyncIterator[web.Application]:
             app[_STORE], app[_BLOCKING] = store, blocking
             app.add_routes(chunks.routes())
             app.add_routes(images.routes())
+            app.add_routes(ProfileApi(store, blocking, denser).routes())
             app.add_routes([web.get("/healthz", _healthz), web.get("/readyz", _readyz)])
             app.add_routes([web.get("/v1/openapi.json", _openapi)])
             yield app
     finally:
         blocking.close()
+        denser.close()
 
 
 _STOPPING = web.AppKey("stopping", asyncio.Event)

@@ -21,8 +21,9 @@ from imaged.faults import store_faults
 from imaged.frame import CHUNK_LIMIT_BYTES, HEADER_BYTES, ZSTD_LEVEL, Frame, FrameHeader
 from imaged.ids import ChunkId
 from imaged.index import INDEX_NAME, Index, Location, StoreUsage, refuse_lost_index
+from imaged.offers import OfferTable
 from imaged.pack import PACKS_DIRECTORY, PackReader
-from imaged.refs import MemoTable, OriginTable, Ref, RefTable
+from imaged.refs import FillTable, MemoTable, OriginTable, ProfileTable, Ref, RefTable
 from imaged.storelock import StoreLock
 from imaged.writer import Writer
 
@@ -48,6 +49,9 @@ class ChunkStore:
         self.refs = RefTable(root, index, self._before_change)
         self.memos = MemoTable(index, self._before_change)
         self.origins = OriginTable(index, self._before_change)
+        self.profiles = ProfileTable(index, self._refuse_readonly)
+        self.fills = FillTable(index, self._refuse_readonly)
+        self.offers = OfferTable(index, self._refuse_readonly)
 
     @classmethod
     def open(cls, root: Path, *, readonly: bool = False) -> Self:
@@ -110,15 +114,20 @@ class ChunkStore:
         location = pending or self.index.find(chunk)
         if location is None:
             raise ChunkMissingError(chunk)
-        try:
-            return self._read(chunk, location).open()
-        except ChunkUnreadableError:
-            raise
-        except ChunkCorruptError as error:
-            self._drop(chunk, location)
-            raise ChunkCorruptError(
-                chunk, f"damaged in pack {location.pack} at {location.offset} and dropped ({error.message})"
-            ) from error
+        while True:
+            try:
+                return self._read(chunk, location).open()
+            except ChunkCorruptError as error:
+                place = self.index.find(chunk)
+                if place is not None and place != location:  # a gc moved it meanwhile, and took its old pack away
+                    location = place
+                    continue
+                if isinstance(error, ChunkUnreadableError):
+                    raise
+                self._drop(chunk, location)
+                raise ChunkCorruptError(
+                    chunk, f"damaged in pack {location.pack} at {location.offset} and dropped ({error.message})"
+                ) from error
 
     def frame(self, chunk: ChunkId) -> Frame | None:
         """The chunk as it is stored, its payload not verified; None when it is not here."""
@@ -171,6 +180,19 @@ class ChunkStore:
             pending = self._writer.find(chunk)
         location = pending if isinstance(pending, Location) else self.index.find(chunk)
         return None if location is None else (location.size_bytes, location.stored_bytes)
+
+    def frames_bytes(self, chunks: Sequence[ChunkId]) -> int:
+        """The length of all that `frames` gives."""
+        total = 0
+        for start in range(0, len(chunks), _LOOKUP_COUNT):
+            part = chunks[start : start + _LOOKUP_COUNT]
+            for chunk, location in zip(part, self.index.find_many(part), strict=True):
+                if location is not None:
+                    total += location.stored_bytes
+                else:
+                    size = self.sizes(chunk)
+                    total += HEADER_BYTES if size is None else size[1]
+        return total
 
     def put(self, data: bytes, *, level: int = ZSTD_LEVEL) -> ChunkId:
         """Store 1 to CHUNK_LIMIT_BYTES bytes. An error of an earlier put may come from this one."""

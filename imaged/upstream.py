@@ -6,8 +6,12 @@ Retrying is done here and, over several servers, in `imaged.fetch`: a broken bat
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import json
+import logging
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,18 +19,30 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
-from imaged.errors import ChunkMissingError, FormatError, NotFoundError, UpstreamError
+from imaged.errors import ChunkError, ChunkMissingError, FormatError, NotFoundError, UpstreamError
 from imaged.frame import HEADER_BYTES, Codec, Frame, FrameHeader
-from imaged.httppool import Answer, ConnectionPool, HttpBrokenError
+from imaged.httppool import Answer, Call, ConnectionPool, HttpBrokenError
 from imaged.ids import ChunkId
 from imaged.names import ImageName
+from imaged.profile import Profile
 from imaged.record import ImageRecord
 
 BATCH_LIMIT = 4096
 """Ids in one batch; the server refuses more."""
 _JSON_LIMIT_BYTES = 64 << 20
+_PROFILE_LIMIT_BYTES = 1 << 20
+_FIRST_LIMIT_BYTES = 64 << 20
+"""Of a boot answer, before the chunks of the profile: a hundred times what an image of 500 MB needs."""
+_FIRST_LIMIT_S = 10.0
+_AHEAD_LIMIT_S = 600.0
+"""How long the parts of a boot answer may take, counted from its first byte; what did not come by then is asked for."""
+_NUMBER_LIMIT = 1 << 53
+"""What JSON's numbers count exactly."""
+_MOST_FRAMES = sys.maxsize
+"""What itertools takes: a count in a header may be any number."""
 _RETRY_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +97,9 @@ class RemoteImage:
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise FormatError("image from the server", expected="name, id and record", found=repr(error)) from error
+        for field, value in (("created_at", image.created_at), ("chunks", image.chunks), ("bytes", image.stored_bytes)):
+            if not 0 <= value < _NUMBER_LIMIT:
+                raise FormatError("image from the server", expected=f"{field} from 0 to 2^53", found=repr(value)[:40])
         if image.record.id != chunk:
             raise FormatError("image record from the server", expected=f"id {chunk}", found=str(image.record.id))
         return image
@@ -137,6 +156,12 @@ class HttpUpstream:
     def close(self) -> None:
         self._pool.close()
 
+    def patient(self, retry: RetryPolicy) -> Self:
+        """The same server over the same connections, asked with another patience."""
+        other = copy.copy(self)
+        other.retry = retry
+        return other
+
     def __enter__(self) -> Self:
         return self
 
@@ -167,21 +192,25 @@ class HttpUpstream:
                 attempt += 1
                 self._pause(attempt, started, error)
 
-    def fetch(self, chunks: Sequence[ChunkId]) -> Iterator[Frame]:
-        """One attempt at one batch, frames as they arrive. UpstreamRetryError when trying again is worth it."""
-        return self._fetch(chunks, {})
+    def fetch(self, chunks: Sequence[ChunkId], call: Call | None = None) -> Iterator[Frame]:
+        """One attempt at one batch, frames as they arrive. UpstreamRetryError when trying again is worth it.
 
-    def refetch(self, chunks: Sequence[ChunkId]) -> Iterator[Frame]:
+        Through `call` other threads may watch and end it.
+        """
+        return self._fetch(chunks, {}, call)
+
+    def refetch(self, chunks: Sequence[ChunkId], call: Call | None = None) -> Iterator[Frame]:
         """As `fetch`, for chunks that came corrupt: caches on the way are passed by, and the server looks again whether
         its own copy is sound."""
-        return self._fetch(chunks, {"Cache-Control": "no-cache"})
+        return self._fetch(chunks, {"Cache-Control": "no-cache"}, call)
 
-    def _fetch(self, chunks: Sequence[ChunkId], headers: Mapping[str, str]) -> Iterator[Frame]:
+    def _fetch(self, chunks: Sequence[ChunkId], headers: Mapping[str, str], call: Call | None) -> Iterator[Frame]:
         if len(chunks) == 1:
-            yield self._fetch_one(chunks[0], headers)
+            yield self._fetch_one(chunks[0], headers, call)
             return
         body = b"".join(chunks)
-        with self._request("POST", "/v1/chunks/batch", body, "application/octet-stream", headers=headers) as answer:
+        kind = "application/octet-stream"
+        with self._request("POST", "/v1/chunks/batch", body, kind, headers=headers, call=call) as answer:
             for chunk in chunks:
                 frame = self._read_frame(answer)
                 if frame is None or frame.id != chunk:
@@ -190,9 +219,9 @@ class HttpUpstream:
                 yield frame
             answer.finish()
 
-    def _fetch_one(self, chunk: ChunkId, headers: Mapping[str, str]) -> Frame:
+    def _fetch_one(self, chunk: ChunkId, headers: Mapping[str, str], call: Call | None) -> Frame:
         """A plain GET: one packet out, and what caches on the way understand."""
-        with self._request("GET", f"/v1/chunks/{chunk}", headers=headers, accept_missing=True) as answer:
+        with self._request("GET", f"/v1/chunks/{chunk}", headers=headers, accept_missing=True, call=call) as answer:
             if answer.status == 404:
                 answer.read(_JSON_LIMIT_BYTES)
                 return Frame.missing(chunk)
@@ -227,35 +256,89 @@ class HttpUpstream:
         return RemoteImage.parse(self._json("GET", _image_path(name)))
 
     @contextlib.contextmanager
-    def boot(self, name: str, *, known: ChunkId | None = None) -> Iterator[BootStream | None]:
-        """The image and, in the same answer, every small chunk a first mount needs. None: `known` is still current."""
+    def boot(self, name: str, *, known: ChunkId | None = None, ahead: bool = False) -> Iterator[BootStream | None]:
+        """The image and, in the same answer, every small chunk a first mount needs. None: `known` is still current.
+
+        With `ahead` the chunks that the image's profile names follow. What a server sends without end breaks off.
+        """
         headers = {"If-None-Match": f'"{known}"'} if known is not None else {}
-        path = f"{_image_path(name)}?view=boot"
+        path = f"{_image_path(name)}?view=boot&profile={'chunks' if ahead else 'frame'}"
         with contextlib.ExitStack() as stack:
+            call = Call()
+
+            def attempt() -> Answer:
+                nonlocal call
+                call = Call(longest_s=_FIRST_LIMIT_S)
+                return stack.enter_context(self._request("GET", path, headers=headers, call=call))
+
             # What breaks once there is an answer is the caller's to see.
-            answer = self._retry(lambda: stack.enter_context(self._request("GET", path, headers=headers)))
+            answer = self._retry(attempt)
             if answer.status == 304:
+                if known is None:
+                    raise UpstreamError(f"{self.url}: image {name}: status 304, and nothing was said to be known")
                 answer.read(0)
                 yield None
                 return
-            frame = self._read_frame(answer)
+            try:
+                document = json.loads(answer.header("pvisor-image"))
+                stated_profile, count = document.get("profile"), int(document.get("frames", _MOST_FRAMES))
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+                raise UpstreamError(f"{self.url}: image {name}: no Pvisor-Image header in the answer") from error
+            frame, profile = self._read_frame(answer), None
+            if frame is not None and stated_profile is not None and str(frame.id) != document.get("id"):
+                profile = self._profile(frame)
+                frame = self._read_frame(answer)
             if frame is None:
                 raise UpstreamRetryError(f"{self.url}: image {name}: an empty answer")
             record = ImageRecord.parse(frame.open())
-            try:
-                document = json.loads(answer.header("pvisor-image"))
-            except (ValueError, RecursionError) as error:
-                raise UpstreamError(f"{self.url}: image {name}: no Pvisor-Image header in the answer") from error
-            yield BootStream(RemoteImage.parse(document, record), frame, self._rest(answer))
+            image = RemoteImage.parse(document, record)
+            rest = self._rest(answer)
+            first = itertools.islice(rest, min(max(0, count - 1), _MOST_FRAMES))
+            yield BootStream(image, profile, frame, self._bounded(first, call), rest)
+
+    def _bounded(self, frames: Iterator[Frame], call: Call) -> Iterator[Frame]:
+        """The first part of a boot answer; then there is more time for what follows it."""
+        room = _FIRST_LIMIT_BYTES
+        for frame in frames:
+            room -= frame.stored_bytes
+            if room < 0:
+                raise UpstreamError(f"{self.url}: more than {_FIRST_LIMIT_BYTES} bytes before an image can start")
+            yield frame
+        call.longest_s = _AHEAD_LIMIT_S
+
+    def _profile(self, frame: Frame) -> Profile | None:
+        """None when it is none: an image starts without, too."""
+        try:
+            return Profile.parse(frame.open())
+        except (ChunkError, FormatError) as error:
+            log.warning("%s: %s", self.url, error.message)
+            return None
 
     def _rest(self, answer: Answer) -> Iterator[Frame]:
         while (frame := self._read_frame(answer)) is not None:
             yield frame
-        answer.finish()
 
     def publish(self, name: str, chunk: ChunkId) -> None:
         """Name an image whose chunks are all at the server; UpstreamError says how many are not."""
         self._json("PUT", _image_path(name), {"id": str(chunk)})
+
+    def profile(self, image: ChunkId) -> Profile | None:
+        """The startup profile of an image; None when the server has none, or not the image. UpstreamError."""
+
+        def attempt() -> bytes | None:
+            with self._request("GET", f"/v1/profiles/{image}", accept_missing=True) as answer:
+                raw = answer.read(_PROFILE_LIMIT_BYTES)
+                return raw if answer.status == 200 else None
+
+        raw = self._retry(attempt)
+        try:
+            return None if raw is None else Profile.parse(raw)
+        except FormatError as error:
+            raise UpstreamError(f"chunk server {self.url}: {error.message}") from error
+
+    def merge_profile(self, image: ChunkId, touched: Sequence[ChunkId]) -> None:
+        """Add one recorded run to the server's profile of an image."""
+        self._json("PUT", f"/v1/profiles/{image}", raw=b"".join(touched))
 
     def convert(self, source: str, *, name: str | None = None, platform: str | None = None) -> Job:
         """Start a conversion at the server, or join the one that runs."""
@@ -269,7 +352,13 @@ class HttpUpstream:
     # Requests
 
     def _read_frame(self, answer: Answer) -> Frame | None:
-        """The next frame, None at a clean end."""
+        """The next frame, None at a clean end. UpstreamRetryError, also when it is read outside `_request`'s block."""
+        try:
+            return self._frame(answer)
+        except HttpBrokenError as error:
+            raise self._broken(error) from error
+
+    def _frame(self, answer: Answer) -> Frame | None:
         raw = answer.read(HEADER_BYTES)
         if not raw:
             return None
@@ -294,21 +383,23 @@ class HttpUpstream:
         *,
         headers: Mapping[str, str] | None = None,
         accept_missing: bool = False,
+        call: Call | None = None,
     ) -> Iterator[Answer]:
         """One attempt. The connection goes back to the pool only when the whole answer was read."""
         sent = dict(headers or ())
         if content_type:
             sent["Content-Type"] = content_type
         try:
-            with self._pool.request(method, path, body, sent) as answer:
+            with self._pool.request(method, path, body, sent, call=call) as answer:
                 if answer.status >= 400 and not (accept_missing and answer.status == 404):
                     self._refused(answer, path)
                 yield answer
         except HttpBrokenError as error:
-            raise UpstreamRetryError(
-                f"chunk server {self.url}: {error}",
-                hint="check its URL, that it is running, and that it can be reached from here",
-            ) from error
+            raise self._broken(error) from error
+
+    def _broken(self, error: HttpBrokenError) -> UpstreamRetryError:
+        hint = "check its URL, that it is running, and that it can be reached from here"
+        return UpstreamRetryError(f"chunk server {self.url}: {error}", hint=hint)
 
     def _refused(self, answer: Answer, path: str) -> None:
         """Raise what the status means, with the server's own words."""
@@ -373,8 +464,11 @@ def _image_path(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BootStream:
-    """The image, the frame of its record, and the frames that follow: roots, leaves, metadata chunks. Unverified."""
+    """The image, its profile if it has one, the frame of its record, and the frames that follow, which are unverified:
+    `first` roots, leaves and metadata chunks, then `rest` those that the profile names."""
 
     image: RemoteImage
+    profile: Profile | None
     record_frame: Frame
-    frames: Iterator[Frame]
+    first: Iterator[Frame]
+    rest: Iterator[Frame]

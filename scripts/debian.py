@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import random
+import shutil
 import subprocess
+import tarfile
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +15,11 @@ CACHE = Path(__file__).resolve().parent.parent / ".demo"
 TAG = "bookworm"
 
 
-def debian_layout(name: str = "minbase", packages: Sequence[str] = ()) -> Path:
-    """The layout's directory, its image tagged `bookworm`; built when it is not in `.demo/` yet (about 30 s)."""
+def debian_layout(name: str = "minbase", packages: Sequence[str] = (), script: str = "") -> Path:
+    """The layout's directory, its image tagged `bookworm`; built when it is not in `.demo/` yet (about 30 s).
+
+    `script` is run by a shell in the finished root.
+    """
     layout = CACHE / name
     if layout.exists():
         return layout
@@ -20,14 +27,35 @@ def debian_layout(name: str = "minbase", packages: Sequence[str] = ()) -> Path:
     with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
         tar, fresh = Path(scratch) / "root.tar", Path(scratch) / "layout"
         image = f"{fresh}:{TAG}"
-        include = [f"--include={','.join(packages)}"] if packages else []
+        more = [f"--include={','.join(packages)}"] if packages else []
+        if script:
+            more.append(f'--customize-hook=chroot "$1" sh -ec "{script}"')
         for argv in (
-            ["mmdebstrap", "--variant=minbase", *include, TAG, str(tar)],
+            ["mmdebstrap", "--variant=minbase", *more, TAG, str(tar)],
             ["umoci", "init", "--layout", str(fresh)],
             ["umoci", "new", "--image", image],
             ["umoci", "raw", "add-layer", "--image", image, str(tar)],
             ["umoci", "config", "--image", image, "--config.cmd", "/bin/bash"],
         ):
             subprocess.run(argv, check=True, stdin=subprocess.DEVNULL)
+        fresh.rename(layout)
+    return layout
+
+
+def debian_variant(name: str, number: int) -> Path:
+    """minbase and a layer on top with 1 MiB of noise in /srv/data; the same for the same number."""
+    layout = CACHE / name
+    if layout.exists():
+        return layout
+    base = debian_layout()
+    with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+        tar, fresh = Path(scratch) / "layer.tar", Path(scratch) / "layout"
+        shutil.copytree(base, fresh)
+        entry = tarfile.TarInfo("srv/data")
+        entry.size = 1 << 20
+        with tarfile.open(tar, "w") as stream:
+            stream.addfile(entry, io.BytesIO(random.Random(number).randbytes(entry.size)))
+        argv = ["umoci", "raw", "add-layer", "--image", f"{fresh}:{TAG}", str(tar)]
+        subprocess.run(argv, check=True, stdin=subprocess.DEVNULL)
         fresh.rename(layout)
     return layout

@@ -8,6 +8,7 @@ import fcntl
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,11 +20,12 @@ import pytest
 
 from fuse import linux, mounts, node, rundir
 from fuse.errors import MountError, NodeError
-from fuse.mountinfo import is_mount_point, mount_points
+from fuse.imagemount import is_mount_point, mount_image
+from fuse.mountinfo import mount_points
 from imaged.config import Config
 from imaged.errors import NotFoundError, PvisorError
 from tests.support.chunkserver import chunk_server
-from tests.support.node import convert_tree, kill_daemon, node_directories, wait_for
+from tests.support.node import convert_tree, forget_profiles, kill_daemon, node_directories, wait_for
 
 pytestmark = [
     pytest.mark.root,
@@ -64,6 +66,7 @@ def server_store(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(server_store: Path) -> Iterator[str]:
+    forget_profiles(server_store)
     with chunk_server(server_store) as running:
         yield running.url
 
@@ -84,7 +87,7 @@ def local(tmp_path: Path, tree: Path) -> Iterator[Config]:
 
 
 def mount(config: Config, name: str = "big:1") -> Path:
-    return mounts.mount_image(config, node.ensure(config).open_image(name))
+    return mount_image(config, node.ensure(config).open_image(name))
 
 
 def below(config: Config) -> list[str]:
@@ -105,6 +108,49 @@ def read_error(path: Path) -> int | None:
     return subprocess.run([sys.executable, "-c", code, path], timeout=60).returncode or None
 
 
+@contextlib.contextmanager
+def silent_server() -> Iterator[str]:
+    """Takes connections and never answers."""
+    held: list[socket.socket] = []
+    listener = socket.create_server(("127.0.0.1", 0), backlog=200)
+
+    def take() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(listener.accept()[0])
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        for connection in (listener, *held):
+            connection.close()
+
+
+def test_a_server_that_hangs_holds_up_neither_local_images_nor_the_status(local: Config) -> None:
+    daemon = node.ensure(local)
+    failures: list[str] = []
+
+    def hang(number: int, url: str) -> None:
+        with pytest.raises(NodeError) as caught:
+            daemon.open_image(f"other{number}:1", server=url)
+        failures.append(caught.value.message)
+
+    with silent_server() as url:
+        threads = [threading.Thread(target=hang, args=(number, url)) for number in range(40)]
+        for thread in threads:
+            thread.start()
+        for _ in range(20):
+            assert daemon.status()["images"].keys() <= {daemon.open_image("big:1").id}
+        assert failures == []
+    for thread in threads:
+        thread.join(60)
+    assert len(failures) == 40
+
+
 def drop_caches() -> None:
     Path("/proc/sys/vm/drop_caches").write_text("3")
 
@@ -113,7 +159,7 @@ def drop_caches() -> None:
 def test_a_lazy_mount_holds_the_tree(config: Config, tree: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PVISOR_EROFS", way)
     image = node.ensure(config).open_image("big:1")
-    mounted = mounts.mount_image(config, image)
+    mounted = mount_image(config, image)
     before = node.Node(config).status()["images"][image.id]
     assert (mounted / "small").read_bytes() == b"a small file\n"
     after_one = node.Node(config).status()["images"][image.id]
@@ -123,7 +169,7 @@ def test_a_lazy_mount_holds_the_tree(config: Config, tree: Path, way: str, monke
     assert counters["fetched_bytes"] > after_one["fetched_bytes"]
     assert counters["reads"] > after_one["reads"]
     assert counters["requests"] > 0
-    assert mounts.mount_image(config, image) == mounted
+    assert mount_image(config, image) == mounted
     assert len([path for path in below(config) if path == str(mounted)]) == 1
     assert node.stop(config)
     assert below(config) == []
@@ -137,7 +183,7 @@ def test_the_kernel_merges_reads_of_a_file(local: Config, way: str, monkeypatch:
     """It does so only if the inode names the data device; else it asks for each of the 49 pages."""
     monkeypatch.setenv("PVISOR_EROFS", way)
     image = node.ensure(local).open_image("big:1")
-    mounted = mounts.mount_image(local, image)
+    mounted = mount_image(local, image)
     before = node.Node(local).status()["images"][image.id]["reads"]
     assert (mounted / "sub/file05").read_bytes() == content(5)
     assert node.Node(local).status()["images"][image.id]["reads"] - before <= 12
@@ -161,9 +207,10 @@ def test_paths_with_commas_and_spaces(tmp_path: Path, tree: Path) -> None:
 
 def test_many_processes_start_one_daemon_and_make_one_mount(config: Config) -> None:
     code = (
-        "import sys; from pathlib import Path; from imaged.config import Config; from fuse import node, mounts\n"
+        "import sys; from pathlib import Path; from imaged.config import Config; from fuse import node\n"
+        "from fuse.imagemount import mount_image\n"
         "c = Config(home=Path(sys.argv[1]), run=Path(sys.argv[2]), server=sys.argv[3])\n"
-        "m = mounts.mount_image(c, node.ensure(c).open_image('big:1'))\n"
+        "m = mount_image(c, node.ensure(c).open_image('big:1'))\n"
         "print(len((m / 'sub/file07').read_bytes()), node.Node(c).status()['pid'])"
     )
     command = [sys.executable, "-c", code, str(config.home), str(config.run), str(config.server)]
@@ -199,7 +246,7 @@ def test_a_killed_daemon_fails_reads_and_the_next_command_recovers(config: Confi
     assert read_error(mounted / "sub/file30") in (errno.EIO, errno.ENOTCONN)
     recovered = node.ensure(config)
     assert_equal(directory, tree)
-    assert_equal(mounts.mount_image(config, recovered.open_image("big:1")), tree)
+    assert_equal(mount_image(config, recovered.open_image("big:1")), tree)
     mounts.umount_user(config, directory)
     assert list(directory.iterdir()) == []
 
@@ -296,6 +343,7 @@ def test_terminated_it_takes_its_mounts_along(config: Config) -> None:
 
 @pytest.mark.slow
 def test_a_server_that_is_gone_fails_only_what_is_not_here(tmp_path: Path, server_store: Path) -> None:
+    forget_profiles(server_store)
     with chunk_server(server_store) as first:
         port = first.port
         with node_directories(tmp_path, server=first.url) as config:
@@ -344,7 +392,7 @@ def test_a_flipped_bit_without_a_server_is_an_error_and_never_wrong_bytes(local:
 
 def test_stop_names_what_is_in_use_and_goes_on(local: Config) -> None:
     image = node.ensure(local).open_image("big:1")
-    mounted = mounts.mount_image(local, image)
+    mounted = mount_image(local, image)
     with (mounted / "small").open("rb") as file:
         with pytest.raises(NodeError, match=f"in use: image {image.id[:12]}"):
             node.stop(local)
@@ -355,7 +403,7 @@ def test_stop_names_what_is_in_use_and_goes_on(local: Config) -> None:
 
 def test_stop_leaves_images_that_another_process_leases(local: Config) -> None:
     image = node.ensure(local).open_image("big:1")
-    mounts.mount_image(local, image)
+    mount_image(local, image)
     with rundir.lease_path(local, image.id).open("rb") as lease:
         fcntl.flock(lease, fcntl.LOCK_SH)
         with pytest.raises(NodeError, match=f"process {os.getpid()}"):
@@ -372,7 +420,7 @@ def test_a_refused_stop_leaves_everything_as_it_was(config: Config, tmp_path: Pa
     empty.mkdir()
     images = [running.open_image(name) for name in ("big:1", "other:1")]
     for used in images:
-        mounted = [mounts.mount_image(config, image) for image in images]
+        mounted = [mount_image(config, image) for image in images]
         with contextlib.ExitStack() as uses:
             if use == "directory":
                 mounts.mount_user(config, used, empty)
@@ -414,7 +462,7 @@ def test_stop_sees_a_user_that_is_not_visible_and_brings_images_back(local: Conf
     try:
         assert hidden.stdout is not None
         assert hidden.stdout.readline() == b"in\n"
-        with pytest.raises(NodeError, match="another mount namespace"):
+        with pytest.raises(NodeError, match=rf"another mount namespace, of process {hidden.pid} \(sh\)"):
             node.stop(local)
         assert (mounted / "small").read_bytes() == b"a small file\n"
         inside = ["nsenter", f"--mount=/proc/{hidden.pid}/ns/mnt", "cat", str(mounted / "small")]

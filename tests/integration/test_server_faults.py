@@ -109,8 +109,8 @@ class Renaming(HttpUpstream):
         self._changes = changes
 
     @contextlib.contextmanager
-    def boot(self, name: str, *, known: ChunkId | None = None) -> Iterator[BootStream | None]:
-        with super().boot(self._changes.get("asked", name), known=known) as stream:
+    def boot(self, name: str, *, known: ChunkId | None = None, ahead: bool = False) -> Iterator[BootStream | None]:
+        with super().boot(self._changes.get("asked", name), known=known, ahead=ahead) as stream:
             assert stream is not None
             changed = dataclasses.replace(stream.image, name=self._changes.get("name", stream.image.name))
             yield dataclasses.replace(stream, image=changed)

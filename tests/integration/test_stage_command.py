@@ -16,6 +16,8 @@ from tests.support.tars import archive, member
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 # A script that is big enough for chunks of its own.
 SCRIPT = b"#!/bin/sh\necho ran\nexit 0\n#" + random.Random(5).randbytes(4 << 20).replace(b"\n", b"")
+# Lies before it, and is more than what is fetched ahead of who reads what lies before that.
+PADDING = random.Random(6).randbytes(8 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,8 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def local(scratch: Path) -> Iterator[Host]:
     with host(scratch / "local") as made:
-        made.run("convert", f"oci:{busybox_layout(scratch, archive(member(b'script', SCRIPT, mode=0o755)))}:v1")
+        files = archive(member(b"padding", PADDING), member(b"script", SCRIPT, mode=0o755))
+        made.run("convert", f"oci:{busybox_layout(scratch, files)}:v1")
         yield made
 
 
@@ -66,12 +69,14 @@ def test_bytes_that_do_not_come(local: Host, tmp_path: Path) -> None:
         host(tmp_path / "warm", server.url) as warm,
         host(tmp_path / "cold", server.url) as cold,
     ):
-        warm.run("run", "box:v1", "--", "sh", "-c", "cat /bin/busybox /etc/* > /dev/null")
+        # First, while no run has told the server what a start reads, which would come with the pull.
         cold.run("pull", "--lazy", "box:v1")
         cold.run("node", "start")
         mounted = tmp_path / "mnt"
         mounted.mkdir()
-        cold.run("mount", "box:v1", str(mounted))  # its metadata is here
+        cold.run("mount", "box:v1", str(mounted))
+        cold.run("umount", str(mounted))  # its metadata is here
+        warm.run("run", "box:v1", "--", "sh", "-c", "cat /bin/busybox /etc/* > /dev/null")
         server.stop()
         program = warm.start("run", "box:v1", "--", "/script")
         user = cold.start("run", "box:v1", "--", "true")
@@ -82,7 +87,6 @@ def test_bytes_that_do_not_come(local: Host, tmp_path: Path) -> None:
         said = user.communicate(timeout=60)[1].decode()
         assert user.returncode == 125 and "the image's bytes could not be fetched" in said
         assert "pvisor node status" in said
-        cold.run("umount", str(mounted))
 
 
 def test_a_node_that_is_in_use_is_not_stopped(local: Host, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from imaged.blockbuilder import BlockImageBuilder, write_blob
-from imaged.blockformat import LEAF_BLOCKS, Leaf, Root, mergeable, pack_leaf
+from imaged.blockformat import LEAF_BLOCKS, LEAF_LIMIT_BLOCKS, Leaf, Root, mergeable, pack_leaf
 from imaged.blockimage import BlockImage, read_blob
 from imaged.cutter import Cutter
 from imaged.errors import PvisorError
@@ -52,7 +52,7 @@ def model_of(parts: list[Extent]) -> bytearray:
 @settings(max_examples=150, deadline=None)
 def test_reads_equal_the_model(parts: list[Extent], short_by: int, data: st.DataObject) -> None:
     store = chunk_store()
-    builder = BlockImageBuilder(store)
+    builder = BlockImageBuilder(store, leaf_blocks=data.draw(st.sampled_from([256, LEAF_BLOCKS, LEAF_LIMIT_BLOCKS])))
     model = model_of(parts)
     for extent in parts:
         builder.append(extent)
@@ -97,7 +97,7 @@ def test_a_leaf_parses_to_what_was_packed(parts: list[Extent]) -> None:
     if raw is None:
         assert all(extent.chunk is None for extent in merged)
         return
-    if total > LEAF_BLOCKS:
+    if total > LEAF_LIMIT_BLOCKS:
         return
     leaf = Leaf.parse(raw)
     assert leaf.extents() == merged
@@ -186,13 +186,14 @@ pieces = st.one_of(
 files = st.lists(st.tuples(st.sampled_from([b"a", b"b", b"c"]), st.lists(pieces, max_size=5)), max_size=12)
 
 
-@given(files, st.sampled_from([4096, 16384, 65536]), st.sampled_from([0, 8192, 65536]))
+@given(files, st.sampled_from([(4096, 4096), (16384, 4096), (65536, 32768)]), st.sampled_from([0, 8192, 65536]))
 @settings(max_examples=150, deadline=None)
 def test_files_cut_and_placed_read_back(
-    tree: list[tuple[bytes, list[tuple[str, int]]]], chunk_bytes: int, cut_bytes: int
+    tree: list[tuple[bytes, list[tuple[str, int]]]], sizes: tuple[int, int], cut_bytes: int
 ) -> None:
     store = MemoryStore()
-    cutter = Cutter(store, chunk_bytes=chunk_bytes, cut_bytes=cut_bytes)
+    chunk_bytes, piece_bytes = sizes
+    cutter = Cutter(store, chunk_bytes=chunk_bytes, piece_bytes=piece_bytes, cut_bytes=cut_bytes)
     made: list[tuple[Inode, bytes]] = []
     for number, (directory, steps) in enumerate(tree):
         inode, model, random = Inode(mode=0o100644), bytearray(), Random(number)

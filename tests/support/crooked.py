@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from imaged.frame import Frame
 from imaged.ids import ChunkId
+from imaged.upstream import RetryPolicy
 
+FAST = RetryPolicy(total_s=2.0, first_wait_s=0.01, longest_wait_s=0.05)
 Fault = Callable[["CrookedHandler", bytes], None]
 
 
@@ -101,6 +104,37 @@ def drop(handler: CrookedHandler, body: bytes) -> None:
 
 def nonsense(handler: CrookedHandler, body: bytes) -> None:
     handler.answer(200, b"<html>login here</html>" * 20)
+
+
+class Stall:
+    """Faults that answer when `release` is set: not at all before, or half of the body at once."""
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+        self.held = threading.Semaphore(0)
+
+    def whole(self, handler: CrookedHandler, body: bytes) -> None:
+        self.held.release()
+        self.release.wait(60)
+        with contextlib.suppress(ConnectionError):
+            handler.answer(200, body)
+
+    def half(self, handler: CrookedHandler, body: bytes) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body[: len(body) // 2])
+        self.held.release()
+        self.release.wait(60)
+        handler.close_connection = True
+
+
+def add(count: int, *servers: Crooked) -> list[ChunkId]:
+    """Chunks that all of these servers have."""
+    data = [os.urandom(9000) for _ in range(count)]
+    for server in servers[1:]:
+        server.chunks.update({ChunkId.of(part): part for part in data})
+    return [servers[0].add(part) for part in data]
 
 
 @contextlib.contextmanager

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from fuse import mounts, rundir
+from fuse import linux, rundir
+from fuse.imagemount import drop_leases
 from fuse.mountinfo import mount_points
 from imaged.config import Config
 from imaged.convert import convert
@@ -28,8 +29,8 @@ def node_directories(directory: Path, *, server: str | None = None) -> Iterator[
         for mount in reversed(mount_points()):
             if mount.path.is_relative_to(directory):
                 with contextlib.suppress(OSError):
-                    mounts.linux.umount(mount.path, mounts.linux.MNT_DETACH)
-        mounts.drop_leases()
+                    linux.umount(mount.path, linux.MNT_DETACH)
+        drop_leases()
 
 
 def kill_daemon(config: Config) -> None:
@@ -51,3 +52,10 @@ def convert_tree(store: Path, root: Path, name: str) -> None:
     """Convert a plain directory into the store under this name."""
     with ChunkStore.open(store) as opened:
         convert(opened, SourceName.parse(f"dir:{root}"), name=ImageName.parse(name), platform=None)
+
+
+def forget_profiles(store: Path) -> None:
+    """As if no run of any image had been recorded: what is read then comes only when it is read."""
+    with ChunkStore.open(store) as opened:
+        for image in opened.profiles.ids():
+            opened.profiles.delete(image)

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 from imaged.errors import PvisorError
-from stage import launch
+from stage.boundary import launch
+from stage.boundary.process import resolve
 from stage.errors import SETUP_FAILED
-from stage.process import resolve
-from stage.stages import Stages
+from stage.kept.cgroups import Limits
+from stage.kept.stages import Stages
 
 
 def main() -> int:
@@ -26,6 +27,9 @@ def main() -> int:
     parser.add_argument("-w")
     parser.add_argument("-i", action="store_true")
     parser.add_argument("-t", action="store_true")
+    parser.add_argument("--memory", type=int)
+    parser.add_argument("--cpus", type=float)
+    parser.add_argument("--pids", type=int)
     parser.add_argument("command", nargs="*")
     given = parser.parse_args()
     stages = Stages(given.stages)
@@ -34,13 +38,14 @@ def main() -> int:
         if given.join:
             running = stages.running(given.join)
             assert running is not None, f"stage {given.join} does not run"
-            return launch.join(running, spec, interactive=given.i, tty=given.t)
+            return launch.join(running, given.stages / given.join, spec, interactive=given.i, tty=given.t)
         if given.stage:
             held = stages.use(given.stage, image="image", workspace=given.workspace)
         else:
             held = stages.temporary(image="image", workspace=given.workspace)
         with held as stage:
-            return launch.run(given.lower, spec, stage, net=given.net, interactive=given.i, tty=given.t)
+            limits = Limits(memory_bytes=given.memory, cpus=given.cpus, pids=given.pids)
+            return launch.run(given.lower, spec, stage, net=given.net, interactive=given.i, tty=given.t, limits=limits)
     except PvisorError as error:
         print(f"{error.message} ({error.hint})", file=sys.stderr)
         return int(getattr(error, "exit_code", SETUP_FAILED))

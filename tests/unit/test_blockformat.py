@@ -11,8 +11,10 @@ from imaged.blockformat import (
     LEAF_BLOCKS,
     LEAF_BYTES,
     LEAF_COUNT_LIMIT,
+    LEAF_LIMIT_BLOCKS,
     Leaf,
     Root,
+    leaf_blocks_for,
     mergeable,
     pack_leaf,
 )
@@ -38,7 +40,7 @@ def raw_leaf(table: list[bytes], entries: list[tuple[int, int, int]]) -> bytes:
     )
 
 
-def raw_root(size: int, leaves: list[bytes], *, block: int = 4096, leaf_blocks: int = 4096) -> bytes:
+def raw_root(size: int, leaves: list[bytes], *, block: int = 4096, leaf_blocks: int = 512) -> bytes:
     return struct.pack("<4sIQII", b"pvR1", block, size, leaf_blocks, len(leaves)) + b"".join(leaves)
 
 
@@ -58,7 +60,22 @@ def test_root_bytes_are_the_documented_ones() -> None:
     raw = raw_root(2 * LEAF_BYTES + 5, [A, bytes(32), B])
     assert root.pack() == raw
     assert Root.parse(raw) == root
-    assert [root.leaf_blocks(index) for index in range(3)] == [LEAF_BLOCKS, LEAF_BLOCKS, 1]
+    assert [root.blocks_of(index) for index in range(3)] == [LEAF_BLOCKS, LEAF_BLOCKS, 1]
+
+
+@pytest.mark.parametrize("leaf_blocks", [256, 512, 1024, 2048, 4096])
+def test_a_root_says_how_much_a_leaf_maps(leaf_blocks: int) -> None:
+    size = 2 * leaf_blocks * 4096
+    root = Root(size, (A, B), leaf_blocks)
+    assert root.pack() == raw_root(size, [A, B], leaf_blocks=leaf_blocks)
+    assert Root.parse(root.pack()) == root
+
+
+def test_leaves_grow_before_the_root_does() -> None:
+    gib = 1 << 30
+    sizes = (0, 8 * gib, 8 * gib + 1, 16 * gib + 1, 32 * gib + 1, IMAGE_LIMIT_BYTES)
+    assert [leaf_blocks_for(size) for size in sizes] == [512, 512, 1024, 2048, 4096, 4096]
+    assert len(Root(8 * gib, (A,) * 4096).pack()) == 24 + 32 * 4096
 
 
 def test_empty_image_has_a_root_of_no_leaves() -> None:
@@ -70,16 +87,16 @@ def test_leaf_of_holes_is_no_leaf() -> None:
 
 
 def test_largest_root_is_one_chunk() -> None:
-    largest = Root(IMAGE_LIMIT_BYTES, (A,) * LEAF_COUNT_LIMIT)
+    largest = Root(IMAGE_LIMIT_BYTES, (A,) * LEAF_COUNT_LIMIT, LEAF_LIMIT_BLOCKS)
     raw = largest.pack()
     assert len(raw) <= CHUNK_LIMIT_BYTES < len(raw) + 32
     assert Root.parse(raw) == largest
     with pytest.raises(FormatError, match="at most"):
-        Root(IMAGE_LIMIT_BYTES + 1, (A,) * (LEAF_COUNT_LIMIT + 1)).pack()
+        Root(IMAGE_LIMIT_BYTES + 1, (A,) * (LEAF_COUNT_LIMIT + 1), LEAF_LIMIT_BLOCKS).pack()
 
 
 def test_largest_leaf_is_one_chunk() -> None:
-    extents = [Extent(1, ChunkId.of(b"%d" % number), number % 256) for number in range(LEAF_BLOCKS)]
+    extents = [Extent(1, ChunkId.of(b"%d" % number), number % 256) for number in range(LEAF_LIMIT_BLOCKS)]
     raw = pack_leaf(extents)
     assert raw is not None
     assert len(raw) < CHUNK_LIMIT_BYTES
@@ -136,6 +153,8 @@ def test_leaf_refuses(raw: bytes, match: str) -> None:
         (raw_leaf([A], [(1, 0, 0)]), "magic"),
         (raw_root(10, [A], block=512), "blocks of 4096"),
         (raw_root(10, [A], leaf_blocks=8192), "4096 in a leaf"),
+        (raw_root(10, [A], leaf_blocks=128), "from 256 to 4096"),
+        (raw_root(10, [A], leaf_blocks=513), "power of two"),
         (raw_root(LEAF_BYTES + 1, [A]), "2 leaves"),
         (raw_root(0, [A]), "0 leaves"),
         (raw_root(1 << 63, [A]), "leaves for"),

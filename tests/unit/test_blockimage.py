@@ -40,8 +40,10 @@ def blocks(text: bytes, count: int) -> bytes:
     return b"".join((text + b"%06d" % number).ljust(BLOCK_BYTES, b".") for number in range(count))
 
 
-def build(store: MemoryStore, extents: list[Extent], size_bytes: int | None = None) -> ChunkId:
-    builder = BlockImageBuilder(store)
+def build(
+    store: MemoryStore, extents: list[Extent], size_bytes: int | None = None, *, leaf_blocks: int = LEAF_BLOCKS
+) -> ChunkId:
+    builder = BlockImageBuilder(store, leaf_blocks=leaf_blocks)
     for extent in extents:
         builder.append(extent)
     return builder.finish(size_bytes)
@@ -116,6 +118,19 @@ def test_an_extent_across_leaves_is_split() -> None:
     assert image.read(LEAF_BYTES - 4 * BLOCK_BYTES, 1 << 20) == blocks(b"a", 10)
     assert list(image.chunk_ids()) == [chunk]
     assert [piece.length for piece in image.pieces(LEAF_BYTES - 10, 20)] == [10, 10]
+
+
+@pytest.mark.parametrize("leaf_blocks", [256, 512, 4096])
+def test_an_image_reads_the_same_whatever_its_leaves_map(leaf_blocks: int) -> None:
+    store = MemoryStore()
+    chunks = [store.put(blocks(b"%d" % number, 200)) for number in range(30)]
+    extents = [extent for chunk in chunks for extent in (Extent(200, chunk), Extent(100, None))]
+    image = BlockImage.open(store, build(store, extents, leaf_blocks=leaf_blocks))
+    assert len(image.root.leaves) == -(-9000 // leaf_blocks)
+    assert list(image.chunk_ids()) == chunks
+    expected = b"".join(store.get(chunk) + bytes(100 * BLOCK_BYTES) for chunk in chunks)
+    assert image.read(0, image.size_bytes) == expected
+    assert set(image.way(0, image.size_bytes)) == {*image.leaf_ids(), *chunks}
 
 
 def test_an_update_of_one_range_writes_one_leaf() -> None:
@@ -257,7 +272,7 @@ def test_too_long_an_image_is_refused_at_once() -> None:
 
 def test_the_longest_image_builds_and_reads() -> None:
     store = MemoryStore()
-    image = BlockImage.open(store, build(store, [Extent(IMAGE_LIMIT_BYTES // BLOCK_BYTES, None)]))
+    image = BlockImage.open(store, build(store, [Extent(IMAGE_LIMIT_BYTES // BLOCK_BYTES, None)], leaf_blocks=4096))
     assert image.size_bytes == IMAGE_LIMIT_BYTES
     assert image.read(IMAGE_LIMIT_BYTES - 10, 100) == bytes(10)
 
@@ -297,7 +312,7 @@ def test_blob_chunk_size_is_checked(chunk_bytes: int) -> None:
 
 def test_blob_limit() -> None:
     store = MemoryStore()
-    huge = build(store, [Extent(IMAGE_LIMIT_BYTES // BLOCK_BYTES, None)])
+    huge = build(store, [Extent(IMAGE_LIMIT_BYTES // BLOCK_BYTES, None)], leaf_blocks=4096)
     with pytest.raises(FormatError, match="blob"):
         read_blob(store, huge)
 

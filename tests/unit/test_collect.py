@@ -142,11 +142,14 @@ def test_a_lazy_image_may_lack_chunks_and_another_may_not(tmp_path: Path) -> Non
         name_image(store, "lazy:1", record, origin="http://127.0.0.1:1")
         store.origins.set(record.data, "http://127.0.0.1:1")
         store.origins.set(ChunkId.of(b"gone"), "http://127.0.0.1:1")
+        store.profiles.merge(record.data, [ChunkId.of(block_bytes(1))])
+        store.profiles.merge(ChunkId.of(b"gone"), [ChunkId.of(block_bytes(1))])
         drop(store, ChunkId.of(block_bytes(1)))
     assert collect(tmp_path).removed_chunks == 0
     assert check(tmp_path).errors == []
     with ChunkStore.open(tmp_path) as store:
         assert [image for image, _ in store.origins.items()] == [record.data]
+        assert store.profiles.ids() == [record.data]
         name_image(store, "whole:1", record)
         extra = store.put(b"not named")
     with pytest.raises(StoreError, match="whole:1 lacks 1 chunks") as caught:

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from imaged.cutter import CHUNK_MAX, Cutter
+from imaged.cutter import CHUNK_MAX, PIECE_MAX, Cutter
 from imaged.errors import FormatError
 from imaged.extent import Extent
 from imaged.ids import BLOCK_BYTES, ChunkId
@@ -68,9 +68,16 @@ def test_a_large_file_is_cut_at_its_own_start() -> None:
     data = data_of(1, 3 * CHUNK_MAX + 10)
     small, large = cut(store, [(b"d", b"small"), (b"d", data)])
     assert [store.get(extent.chunk) for extent in large.extents if extent.chunk] == [
-        data[at : at + CHUNK_MAX] for at in range(0, len(data), CHUNK_MAX)
+        data[at : at + PIECE_MAX] for at in range(0, len(data), PIECE_MAX)
     ]
     assert small.extents[0].chunk not in [extent.chunk for extent in large.extents]
+
+
+def test_a_file_that_is_just_small_enough_is_one_chunk() -> None:
+    store = MemoryStore()
+    data = data_of(1, CHUNK_MAX - 1)
+    (inode,) = cut(store, [(b"d", data)])
+    assert [store.get(extent.chunk) for extent in inode.extents if extent.chunk] == [data]
 
 
 def test_small_files_share_a_chunk_at_block_boundaries() -> None:
@@ -217,6 +224,9 @@ def test_wrong_use_is_refused() -> None:
         cutter.end()
     with pytest.raises(FormatError, match="chunk size"):
         Cutter(MemoryStore(), chunk_bytes=5000)
+    for piece_bytes in (0, 5000, CHUNK_MAX + BLOCK_BYTES):
+        with pytest.raises(FormatError, match="size of a piece"):
+            Cutter(MemoryStore(), piece_bytes=piece_bytes)
 
 
 def test_an_insertion_into_a_large_directory_changes_few_chunks() -> None:
@@ -231,6 +241,7 @@ def test_an_insertion_into_a_large_directory_changes_few_chunks() -> None:
 def test_the_cuts_never_change_unnoticed() -> None:
     """Other cuts read the same, but share nothing with the chunks that stores hold already."""
     store = MemoryStore()
-    cut(store, [(b"d%d" % (number // 40), data_of(number, number * 37)) for number in range(400)])
+    files = [(b"d%d" % (number // 40), data_of(number, number * 37)) for number in range(400)]
+    cut(store, [*files, (b"lib", data_of(-1, 300_000))])
     chunks = ChunkId.of(b"".join(store.chunks))
-    assert str(chunks) == "36cf53fcbeee4fc12189934c3ecd492995bf2a2b0c8cdab5d3b88eb4ae1780a8"
+    assert str(chunks) == "ce64909a239f7db787789c7b2ba892288674616be7ab72d1f3c91794952a4b43"

@@ -91,6 +91,12 @@ def test_another_version_is_refused_clearly(
 
     ask()
     assert "different versions" in answers[0]["error"]
+    assert "node stop" in answers[0]["hint"]
+    monkeypatch.setattr("fuse.control.protocol.PROTOCOL", 1)
+    older = {"op": "pull", "protocol": 2, "home": ""}
+    said = server._result(older, {})
+    assert said is not None
+    assert "different versions" in said["error"], "before it says that it knows no such operation"
 
 
 @pytest.mark.parametrize("junk", [b"", b"\n", b"not json\n", b"[1]\n", b'{"op": "status"'])
@@ -106,7 +112,7 @@ def test_junk_does_not_disturb_the_server(config: Config, server: ControlServer,
 
 def test_unknown_operations_are_refused(config: Config, server: ControlServer) -> None:
     with pytest.raises(NodeError, match="no operation 'dance'"):
-        node.Node(config)._request("dance", 5.0)
+        node.Node(config)._ask("dance", 5.0)
 
 
 def test_a_daemon_that_does_not_answer_is_reported(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +153,7 @@ def test_the_hot_path_imports_only_the_standard_library() -> None:
     import subprocess
     import sys
 
-    code = "import sys, fuse.node, fuse.mounts; print(*sys.modules)"
+    code = "import sys, fuse.node, fuse.imagemount; print(*sys.modules)"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     heavy = {"lmdb", "zstandard", "blake3", "aiohttp", "urllib3", "mfusepy", "msgpack", "subprocess", "asyncio"}
     assert heavy.isdisjoint(output)
@@ -158,3 +164,38 @@ def test_without_root_the_reason_is_said(config: Config, monkeypatch: pytest.Mon
     with pytest.raises(NodeError, match="needs root") as caught:
         start(config)
     assert "sudo" in caught.value.hint
+
+
+def test_those_who_wait_for_a_server_hold_up_nobody_else(config: Config) -> None:
+    """However many they are; and what is here is opened without waiting."""
+    gate, waiting = threading.Event(), threading.Semaphore(0)
+
+    def hang(request: dict[str, Any]) -> dict[str, Any]:
+        waiting.release()
+        gate.wait(60)
+        return {"id": request["name"]}
+
+    def here(request: dict[str, Any]) -> dict[str, Any] | None:
+        return {"id": "local"} if request["name"] == "local" else None
+
+    server = ControlServer(config, {"status": status, "open": here}, {"open": hang, "pull": hang})
+    server.bind()
+    server.start()
+    results: list[str] = []
+
+    def ask(operation: str, number: int) -> None:
+        results.append(node.Node(config)._ask(operation, 60.0, name=str(number))["id"])
+
+    threads = [threading.Thread(target=ask, args=(("open", "pull")[n % 2], n), daemon=True) for n in range(100)]
+    for thread in threads:
+        thread.start()
+    for _ in range(40):
+        assert waiting.acquire(timeout=30)
+    assert node.Node(config).status()["pid"] == 7
+    assert node.Node(config)._ask("open", 60.0, name="local") == {"id": "local"}
+    assert results == []
+    gate.set()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(results, key=int) == [str(number) for number in range(100)]
+    server.close()

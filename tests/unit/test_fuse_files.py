@@ -9,11 +9,14 @@ import pytest
 from fuse import files as files_module
 from fuse.files import BlockFiles
 from imaged.blockbuilder import BlockImageBuilder
+from imaged.blockimage import BlockImage
 from imaged.errors import ChunkMissingError, FormatError, NotFoundError
 from imaged.extent import Extent
 from imaged.fetch import Fetcher, Tally
 from imaged.ids import BLOCK_BYTES, ChunkId
 from imaged.store import ChunkStore
+from imaged.upstream import HttpUpstream
+from tests.support.crooked import Crooked, crooked_server
 
 
 @pytest.fixture
@@ -127,3 +130,35 @@ def test_idle_files_are_forgotten_and_open_ones_are_not(
     assert files.names() == ids[3:]
     with pytest.raises(KeyError):
         files.file(handle)
+
+
+@pytest.fixture
+def server() -> Iterator[Crooked]:
+    with crooked_server() as crooked:
+        yield crooked
+
+
+def test_a_long_run_is_read_ahead_on_connections_of_its_own(store: ChunkStore, server: Crooked, tmp_path: Path) -> None:
+    """A window in one request, and nothing more than the image once."""
+    block_image, content = build(store, range(400))
+    image = BlockImage.open(store, block_image)
+    for chunk in [block_image, *image.leaf_ids(), *image.chunk_ids()]:
+        server.add(store.get(chunk))
+    with ChunkStore.open(tmp_path / "cache") as cache:
+        fetcher = Fetcher(cache, [HttpUpstream(server.url)])
+        opened = BlockFiles(fetcher)
+        file = opened.file(opened.open(str(block_image)))
+        step = 32 << 10
+        assert b"".join(file.read(at, step) for at in range(0, len(content), step)) == content
+        opened.close()
+        fetcher.close()
+    assert len(server.asked) == len(set(server.asked)) == len(server.chunks)
+    assert server.requests < len(server.chunks) // 3
+
+
+def test_reading_ahead_of_what_is_local_asks_nobody(store: ChunkStore, files: BlockFiles) -> None:
+    block_image, content = build(store, range(300))
+    file = files.file(files.open(str(block_image)))
+    assert b"".join(file.read(at, 32 << 10) for at in range(0, len(content), 32 << 10)) == content
+    row = files.status()[str(block_image)]
+    assert (row["requests"], row["fetched_chunks"]) == (0, 0)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from imaged.errors import InvalidNameError
-from imaged.httppool import ConnectionPool, HttpBrokenError
+from imaged.httppool import Call, ConnectionPool, HttpBrokenError
 
 BODY = bytes(range(256)) * 40
 LENGTH = b"HTTP/1.1 200 OK\r\nContent-Length: 10240\r\nX-A: b: c\r\n\r\n" + BODY
@@ -85,12 +85,17 @@ def test_a_connection_is_used_again_and_a_lost_one_replaced() -> None:
         b"SSH-2.0-x\r\n\r\n",
         b"HTTP/1.1 abc\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: " + b"1" * 5000 + b"\r\n\r\n",
         b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 20_000,
         LENGTH[:-1],
         CHUNKED[:-1],
         CHUNKED[:-20],
         CHUNKED[:5000],
         CHUNKED.replace(b"2700", b"zz"),
+        CHUNKED.replace(b"2700", b"-5"),
+        CHUNKED.replace(b"2700", b"0x27"),
+        CHUNKED.replace(b"2700", b"2_7"),
+        CHUNKED.replace(b"2700", b"1" * 900),
         CHUNKED.replace(b"2700", b"26ff"),
     ],
 )
@@ -170,3 +175,103 @@ def test_a_prefix_is_sent_as_ascii() -> None:
         assert get(odd) == BODY
         odd.close()
         assert requests[0].startswith(b"GET /b%C3%BC%20cher/%2F/x HTTP/1.1\r\n")
+
+
+def cancelled_soon(call: Call, *, when: threading.Event) -> threading.Thread:
+    def run() -> None:
+        assert when.wait(20)
+        call.cancel()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("sent", [b"", LENGTH[:40], LENGTH[:5000]], ids=["nothing", "half a head", "half a body"])
+def test_another_thread_ends_a_request_that_hangs(sent: bytes) -> None:
+    call, asked, over = Call(), threading.Event(), threading.Event()
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(sent)
+            asked.set()
+            over.wait(20)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=serve)
+        server.start()
+        ender = cancelled_soon(call, when=asked)
+        pool = ConnectionPool(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=60)
+        try:
+            with pytest.raises(HttpBrokenError), pool.request("GET", "/", None, {}, call=call) as answer:
+                answer.read(len(BODY))
+            assert call.received_bytes <= len(sent)
+            assert bool(call.first_byte_s) == bool(call.received_bytes)
+        finally:
+            over.set()
+            server.join()
+            ender.join()
+            pool.close()
+
+
+def test_another_thread_ends_a_request_that_can_not_connect() -> None:
+    """A listener whose queue is full answers no further connection."""
+    with socket.socket() as listener, contextlib.ExitStack() as stack:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(4):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(listener.getsockname())
+        begun = threading.Event()
+
+        class Told(Call):
+            def attach(self, used: socket.socket) -> None:
+                super().attach(used)
+                begun.set()
+
+        call = Told()
+        ender = cancelled_soon(call, when=begun)
+        pool = ConnectionPool(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=60)
+        with pytest.raises(HttpBrokenError), pool.request("GET", "/", None, {}, call=call):
+            raise AssertionError("answered")
+        ender.join()
+
+
+def test_a_call_that_is_over_ends_nothing() -> None:
+    """Its connection may carry another request by then."""
+    with answering([LENGTH, LENGTH]) as (pool, requests):
+        first = Call()
+        for call in (first, Call()):
+            with pool.request("GET", "/", None, {}, call=call) as answer:
+                first.cancel() if call is not first else None
+                assert answer.read(len(BODY)) == BODY
+            assert call.received_bytes == len(LENGTH)
+            assert call.sent_s <= call.first_byte_s <= call.heard_s
+        assert len(requests) == 2
+
+
+def test_a_cancelled_call_asks_nothing() -> None:
+    with answering(LENGTH) as (pool, requests):
+        call = Call()
+        call.cancel()
+        with pytest.raises(HttpBrokenError, match="given up"), pool.request("GET", "/", None, {}, call=call):
+            pass
+        assert requests == []
+        with pool.request("GET", "/", None, {}) as answer:
+            assert answer.read(len(BODY)) == BODY
+
+
+def test_a_fresh_call_uses_no_idle_connection() -> None:
+    with answering(LENGTH, LENGTH) as (pool, _):
+        for _ in range(2):
+            with pool.request("GET", "/", None, {}, call=Call(fresh=True)) as answer:
+                assert answer.read(len(BODY)) == BODY
+
+
+def test_an_answer_that_takes_too_long_breaks_off() -> None:
+    call = Call(longest_s=-1.0)
+    with answering(LENGTH) as (pool, _), pytest.raises(HttpBrokenError, match="more than"):
+        pool.request("GET", "/x", None, {}, call=call).__enter__()

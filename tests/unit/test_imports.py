@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import stage
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 ALLOWED = {
     "imaged": set[str](),
@@ -50,13 +52,21 @@ def test_modules_are_one_noun(path: Path) -> None:
     assert path.read_text().count("\n") <= 600
 
 
+def loaded_by(code: str) -> set[str]:
+    """The modules that a fresh interpreter has after this code, beyond those of its own start."""
+    show = f"import sys; before = set(sys.modules); {code}; print(*set(sys.modules) - before)"
+    done = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True, cwd=ROOT)
+    return set(done.stdout.split())
+
+
 def test_the_hot_path_imports_little() -> None:
-    """`pvisor run` of a pulled image asks the node daemon: it needs neither the store nor an HTTP library."""
-    code = "import sys, cli.run, cli.main, stage.launch; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    loaded = set(done.stdout.split())
-    assert "cli.run" in loaded
-    assert not loaded & {
+    """`pvisor run` of a pulled image asks the node daemon: it needs neither the store nor an HTTP library.
+
+    Nor what only errors, logs and other commands need. Each of these modules costs a start some milliseconds.
+    """
+    loaded = loaded_by("from cli import startup; startup.begin(); import cli.group, cli.run, stage.session")
+    assert {"cli.run", "stage.boundary.launch"} <= loaded
+    heavy = {
         "lmdb",
         "zstandard",
         "blake3",
@@ -67,3 +77,40 @@ def test_the_hot_path_imports_little() -> None:
         "mfusepy",
         "boto3",
     }
+    errors_and_logs = {"logging", "traceback", "linecache", "tokenize", "dis", "ast"}
+    others = {"subprocess", "ssl", "tempfile", "shutil", "random", "argparse", "email", "hashlib", "queue"}
+    cold = {"fuse.starter", "fuse.mounts", "fuse.erofs", "fuse.loop", "imaged.store", "imaged.upstream", "stage.api"}
+    assert not loaded & (heavy | errors_and_logs | others | cold)
+
+
+def test_a_deferred_module_is_there_when_it_is_used() -> None:
+    code = (
+        "from cli import startup; startup.begin(); import inspect, dataclasses; from inspect import signature;"
+        "text = inspect.cleandoc(' a\\n   b\\n   c'); assert text == 'a\\nb\\nc', text;"
+        "assert inspect.cleandoc('  one line') == 'one line'; assert str(signature(lambda x: x)) == '(x)'"
+    )
+    assert "tokenize" in loaded_by(code)
+
+
+def test_the_python_api_imports_nothing_until_it_is_called() -> None:
+    loaded = loaded_by("import stage; stage")
+    assert {name for name in loaded if name.partition(".")[0] in ALLOWED} == {"stage"}
+    assert stage.run.__module__ == "stage.api"
+
+
+def test_recovery_is_below_the_stages_that_call_it() -> None:
+    assert "stage.kept.stages" not in loaded_by("import stage.applying.recovery")
+
+
+def test_no_module_has_the_name_of_a_function_of_the_api() -> None:
+    """Importing it would put the module in the function's place."""
+    for name in stage.__all__:
+        assert not (ROOT / "stage" / f"{name}.py").exists()
+        assert getattr(stage, name).__name__ == name
+
+
+def test_until_the_command_handles_an_interrupt_nothing_is_imported() -> None:
+    """What Ctrl-C meets before that shows a traceback."""
+    assert loaded_by("from cli.main import main") <= {"__future__", "cli", "cli.main"}
+    little = {"__future__", "cli", "cli.startup", "gc", "inspect"}
+    assert loaded_by("from cli import startup; startup.begin()") <= little

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -85,14 +86,23 @@ def test_a_store_that_breaks(keeper: Keeper, store: ChunkStore, monkeypatch: pyt
     assert keeper.dropped == 1
 
 
-def test_a_store_that_hangs_holds_nobody_for_ever(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("imaged.keeper._FULL_WAIT_S", 0.001)
-    release = threading.Event()
-    keeper.after(lambda: assert_set(release))
+def test_a_store_that_hangs_holds_nobody_for_ever(keeper: Keeper) -> None:
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        assert_set(release)
+
+    keeper.after(hold)
+    assert_set(held)
     frame = verified(b"frame")
     while not keeper.dropped:
         keeper.keep(frame)
-    for wait in (lambda: keeper.after(lambda: None, timeout_s=0.05), lambda: keeper.drain(0.05)):
+    waits: tuple[Callable[[], None], ...] = (
+        lambda: keeper.after(lambda: None, timeout_s=0.05),
+        lambda: keeper.drain(0.05),
+    )
+    for wait in waits:
         with pytest.raises(StoreError, match="did not take"):
             wait()
     release.set()
@@ -105,3 +115,14 @@ def test_a_closed_keeper_takes_nothing(store: ChunkStore) -> None:
     assert keeper.dropped == 1
     with pytest.raises(StoreError, match="closed"):
         keeper.drain(10)
+
+
+def test_who_brings_what_nobody_waits_for_waits_for_room(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Keeper(store)
+    monkeypatch.setattr(small, "_queue", queue.Queue(2))
+    frames = [verified(b"%d" % number) for number in range(200)]
+    for frame in frames:
+        small.keep(frame, wait_s=20.0)
+    small.close()
+    assert small.dropped == 0
+    assert all(store.has(frame.id) for frame in frames)

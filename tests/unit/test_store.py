@@ -191,6 +191,18 @@ def test_a_pack_that_is_gone_or_short(store: ChunkStore) -> None:
         again.get(first)
 
 
+def test_a_chunk_that_moves_between_lookup_and_read(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a gc of another process compacts a pack, and removes it."""
+    chunk = store.put(b"data" * 1000)
+    store.flush()
+    found = store.index.find(chunk)
+    assert found is not None
+    places = [found._replace(pack=99), found]
+    monkeypatch.setattr(store.index, "find", lambda _chunk: places.pop(0))
+    assert store.get(chunk) == b"data" * 1000
+    assert places == []
+
+
 def test_a_pack_that_comes_back_has_lost_nothing(store: ChunkStore) -> None:
     chunk = store.put(block_bytes(1))
     store.flush()
@@ -464,3 +476,28 @@ def test_a_failed_sync_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.Monk
         store.close()
     with ChunkStore.open(tmp_path) as again:
         assert not again.has(chunk)
+
+
+@pytest.mark.parametrize("row", [b"", b"{", b"[]", b'{"record": "x"}', b"\xff"])
+def test_a_damaged_name_can_be_set_and_deleted(store: ChunkStore, row: bytes) -> None:
+    record = store.put(b"record")
+    store.refs.set("sound:1", some_ref(record))
+    store.fills.set(record, 5)
+
+    def damage(name: str) -> None:
+        with store.index.write("damage") as txn:
+            store.index.put(txn, "refs", name.encode(), row)
+
+    damage("bad:1")
+    with pytest.raises(FormatError, match="bad:1"):
+        store.refs.get("bad:1")
+    with pytest.raises(FormatError, match="bad:1"):
+        store.refs.items()
+    store.refs.set("sound:2", some_ref(record))
+    store.refs.set("bad:1", some_ref(record))
+    assert store.refs.get("bad:1") == some_ref(record)
+    damage("bad:1")
+    store.refs.complete(record)
+    assert store.refs.delete("bad:1")
+    assert [name for name, _ in store.refs.items()] == ["sound:1", "sound:2"]
+    assert read_copy(store.root) == dict(store.refs.items())

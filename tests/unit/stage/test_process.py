@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from stage.boundary.init import execute
+from stage.boundary.process import DEFAULT_PATH, ProcessSpec, resolve
 from stage.errors import CommandError, StageSetupError
-from stage.init import execute
-from stage.process import DEFAULT_PATH, ProcessSpec, resolve
 
 IMAGE: dict[str, Any] = {
     "config": {

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from stage.errors import StageBusyError, StageMismatchError, StageNotFoundError, StageSetupError
-from stage.removal import remove_tree
-from stage.stages import Stages
+from stage.kept.removal import remove_tree
+from stage.kept.stages import Stages
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_the_root_can_not_be_made(tmp_path: Path) -> None:
 
 def test_sweep_takes_what_a_killed_process_left(stages: Stages) -> None:
     code = (
-        "import sys, pathlib\nfrom stage.stages import Stages\n"
+        "import sys, pathlib\nfrom stage.kept.stages import Stages\n"
         "with Stages(pathlib.Path(sys.argv[1])).temporary(image='id') as stage:\n"
         "    print(stage.path, flush=True)\n    sys.stdin.read()\n"
     )
@@ -154,13 +154,37 @@ def test_removal_of_odd_trees(tmp_path: Path) -> None:
     assert not root.exists() and (outside / "precious").exists()
 
 
+@pytest.mark.root
+def test_a_leftover_that_can_not_be_removed_is_nobody_elses_trouble(
+    stages: Stages, caplog: pytest.LogCaptureFixture
+) -> None:
+    stages.root.mkdir()
+    stuck, odd, free = (stages.root / f".tmp-1-{name}" for name in ("dead", "odd", "free"))
+    for path in (stuck, free):
+        (path / "upper").mkdir(parents=True)
+        (path / "lock").touch()
+        (path / "upper/file").touch()
+    odd.write_text("no directory")
+    (stages.root / ".tmp-1-without-lock/upper").mkdir(parents=True)
+    subprocess.run(["chattr", "+i", stuck / "upper/file"], check=True)
+    try:
+        assert stages.sweep() == 1 and not free.exists() and stuck.exists()
+        assert caplog.text.count("can not be removed") == 3 and str(stuck) in caplog.text
+        with stages.use("one", image="id"):
+            pass
+        stages.drop("one")
+    finally:
+        subprocess.run(["chattr", "-i", stuck / "upper/file"], check=True)
+    assert stages.sweep() == 1 and not stuck.exists()
+
+
 def test_removal_and_sweep_at_once(tmp_path: Path) -> None:
     """A sweep never takes a stage that its owner is removing: both would fail on each other's steps."""
     code = """
 import sys
 from contextlib import suppress
 from pathlib import Path
-from stage.stages import Stages
+from stage.kept.stages import Stages
 stages = Stages(Path(sys.argv[1]))
 for _ in range(60):
     stages.sweep()

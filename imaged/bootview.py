@@ -1,0 +1,94 @@
+"""What a first mount needs of an image, as a server lists it: in the order of need, ready to be sent as frames."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+
+from imaged import catalog
+from imaged.blockimage import BlockImage, open_blob
+from imaged.errors import ChunkError, FormatError
+from imaged.frame import Frame
+from imaged.ids import ChunkId
+from imaged.profile import AHEAD_BYTES, Profile
+from imaged.reach import belonging
+from imaged.store import ChunkStore
+
+log = logging.getLogger(__name__)
+FIRST_LEAF_BYTES = 64 << 10
+"""Leaves from the start of the disk for an image without a profile. A leaf is some 8 KiB and saves a round trip if the
+process reads in its range: of a shell in Debian 256 KiB fetch a tenth more bytes, 32 KiB make more requests."""
+_LISTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class BootView:
+    """`profile` is its frame, None when there is none. `chunks` are the record, the metadata image whole, the data
+    image's root, and the leaves that the profile names (else the first ones); `ahead` the profile's other chunks."""
+
+    profile: Frame | None
+    chunks: list[ChunkId]
+    ahead: list[ChunkId]
+
+
+class BootViews:
+    """The boot views of a store's images, the last used ones kept. Threads may share it."""
+
+    def __init__(self, store: ChunkStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._made: dict[ChunkId, tuple[bytes | None, BootView]] = {}
+
+    def get(self, entry: catalog.Entry) -> BootView:
+        """ChunkError, FormatError when the image is damaged here."""
+        raw = self._store.profiles.raw(entry.record.data)
+        with self._lock:
+            held = self._made.get(entry.ref.record)
+        if held is not None and held[0] == raw:
+            return held[1]
+        view = self._make(entry, raw)
+        with self._lock:
+            self._made[entry.ref.record] = (raw, view)
+            if len(self._made) > _LISTS:
+                del self._made[next(iter(self._made))]
+        return view
+
+    def _make(self, entry: catalog.Entry, raw: bytes | None) -> BootView:
+        store = self._store
+        metadata = open_blob(store, entry.record.metadata)
+        data = BlockImage.open(store, entry.record.data)
+        first = [entry.ref.record, metadata.id, *metadata.leaf_ids(), *metadata.chunk_ids(), data.id]
+        try:
+            if raw is not None:
+                found = belonging(store, data.id, Profile.parse(raw).chunks)
+                chunks = list(dict.fromkeys([*first, *found.leaves]))
+                return BootView(Frame.of(raw), chunks, self._ahead(found.chunks, frozenset(chunks)))
+        except (ChunkError, FormatError) as error:
+            log.warning("image %s: the profile is left out: %s", entry.name, error.message)
+        return BootView(None, list(dict.fromkeys([*first, *self._first_leaves(data)])), [])
+
+    def _first_leaves(self, data: BlockImage) -> list[ChunkId]:
+        leaves: list[ChunkId] = []
+        room = FIRST_LEAF_BYTES
+        for leaf in data.leaf_ids():
+            size = self._store.sizes(leaf)
+            room -= size[1] if size is not None else 0
+            if room < 0:
+                break
+            leaves.append(leaf)
+        return leaves
+
+    def _ahead(self, chunks: list[ChunkId], sent: frozenset[ChunkId]) -> list[ChunkId]:
+        """Those that are here and not among `sent`, to a number of bytes."""
+        ahead: list[ChunkId] = []
+        room = AHEAD_BYTES
+        for chunk in chunks:
+            size = self._store.sizes(chunk)
+            if size is None or chunk in sent:
+                continue
+            room -= size[1]
+            if room < 0:
+                break
+            ahead.append(chunk)
+        return ahead

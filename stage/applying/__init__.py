@@ -1,0 +1,1 @@
+"""Moving what a stage changed into the host directory, all or nothing."""

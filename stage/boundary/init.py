@@ -1,0 +1,413 @@
+"""The first process of a stage: sets it up, starts the workload, hands on signals, reaps, and gives its exit code.
+
+It runs in a fork of the caller and after `enter` stands in an untrusted root, so nothing may be imported there: the
+import system is switched off first. It keeps its capabilities, and nothing of it can be reached by the workload, which
+gets those of a container, a filter of system calls, and the stage's limits.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import stat
+import sys
+import termios
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+from fuse import linux
+from imaged.errors import PvisorError
+from stage.boundary import capabilities, rootfs, seccomp, users
+from stage.boundary.process import ProcessSpec
+from stage.boundary.terminal import HostTerminal, open_pty
+from stage.errors import NOT_EXECUTABLE, NOT_FOUND, SETUP_FAILED, CommandError, StageSetupError
+from stage.kept.cgroups import Group
+
+# Sent by the kernel when the caller dies, where there is something to do then: put the caller's terminal back, or see
+# if others run in the stage. A caller that gives its workload up sends it as well.
+PARENT_DIED = signal.SIGRTMAX
+FORWARDED = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGALRM,
+    signal.SIGTERM,
+    signal.SIGCONT,
+    signal.SIGTSTP,
+    signal.SIGWINCH,
+)
+# As the terminal driver would: to every process of the group, not only to its first.
+_TO_GROUP = {signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGWINCH, signal.SIGCONT, signal.SIGTSTP}
+_MESSAGE_BYTES = 32 << 10
+# What the node daemon answers, or the kernel in its place, when it can not get what is read.
+_UNFETCHED = {errno.EIO, errno.ENOTCONN}
+_UNFETCHED_MESSAGE = "the image's bytes could not be fetched"
+_UNFETCHED_HINT = "see if the server answers, and pvisor node status; node.log in PVISOR_RUN has the reason"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Descriptors:
+    """Where the workload's stdin, stdout and stderr come from; None is /dev/null. With a terminal, it is all three."""
+
+    stdin: int | None
+    stdout: int | None
+    stderr: int | None
+    terminal: HostTerminal | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Startup:
+    """What the fork needs: the workload, how to get into its namespaces, and the channel back to the caller."""
+
+    spec: ProcessSpec
+    streams: Descriptors
+    enter: Callable[[], None]
+    channel: socket.socket
+    keep_fds: tuple[int, ...]
+    signal_mask: frozenset[int]
+    group: Group
+    joined: int | None = None
+    """A lock that every command which joins the stage holds shared; None where nobody can join."""
+
+
+def main(startup: Startup) -> NoReturn:
+    """Runs in the fork, with every signal blocked; never returns into the caller's code."""
+    code = SETUP_FAILED
+    try:
+        code = _serve(startup)
+    except BaseException as error:
+        _report(startup.channel, error)
+        code = getattr(error, "exit_code", SETUP_FAILED)
+    finally:
+        os._exit(code)
+
+
+def _serve(startup: Startup) -> int:
+    terminal_fd = _isolate(startup)
+    startup.enter()
+    identity = users.lookup(startup.spec.user, rootfs.read_text("/etc/passwd"), rootfs.read_text("/etc/group"))
+    spec = replace(startup.spec, env={"HOME": identity.home, **startup.spec.env}, workdir=_workdir(startup.spec))
+    slave = _terminal(startup, identity.uid)
+    null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+    last = int(rootfs.read_text("/proc/sys/kernel/cap_last_cap") or b"40")
+    me = os.getpid()
+    killed = startup.group.killed_for_memory()
+    workload = os.fork()
+    if workload == 0:
+        try:
+            _become(startup, spec, identity, slave, null, last, die_with=None if me == 1 else me)
+        except BaseException as error:
+            _report(startup.channel, error)
+            os._exit(getattr(error, "exit_code", SETUP_FAILED))
+    if startup.joined is not None:  # until here nobody can have joined, and the kernel ends all of it with the caller
+        linux.die_with_parent(PARENT_DIED)
+    startup.channel.send(json.dumps({"ready": True}).encode())
+    complaints = _complaints(startup, slave)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    if startup.streams.stdin is not None and startup.streams.stdin > 2:
+        os.close(startup.streams.stdin)
+    # The slave stays open, so that a workload that closes and reopens its terminal does not end the caller's copying.
+    code = _attend(workload)
+    killed = startup.group.killed_for_memory() - killed
+    if killed and complaints is not None:
+        _complain(complaints, killed, startup.group)
+    if terminal_fd is not None and startup.streams.terminal is not None and not _caller_lives(startup.channel):
+        startup.streams.terminal.restore(terminal_fd)
+    if startup.joined is not None and not _alone(startup.joined):
+        _stay(startup, code, [fd for fd in (terminal_fd, slave, complaints) if fd is not None])
+    return code
+
+
+def _alone(joined: int) -> bool:
+    """Takes the lock for good: who comes later finds that the stage has ended."""
+    try:
+        fcntl.flock(joined, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _stay(startup: Startup, code: int, mine: list[int]) -> None:
+    """Other commands run in the stage: the caller gets its exit code, and init stays until the last of them ended."""
+    linux.die_with_parent(0)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans are reaped by the kernel from here on
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+    for fd in {*mine, *(fd for fd in (startup.streams.stdout, startup.streams.stderr) if fd is not None and fd > 2)}:
+        os.close(fd)
+    with startup.channel, suppress(OSError):  # the caller may be gone
+        startup.channel.send(json.dumps({"exit": code}).encode())
+    if startup.joined is not None:
+        fcntl.flock(startup.joined, fcntl.LOCK_EX)
+
+
+def _isolate(startup: Startup) -> int | None:
+    """Cuts the fork off from the caller: imports, descriptors, session. Returns its copy of the caller's terminal."""
+    gc.disable()  # objects of the caller must not close descriptors whose numbers are used again here
+    sys.path[:], sys.meta_path[:], sys.path_hooks[:] = [], [], []
+    linux.set_undumpable()
+    linux.set_process_name("pvisor-init")
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, there would be nothing to wait for
+    os.setsid()
+    os.umask(0o022)  # of all that is made in the root, whatever the caller's is
+    terminal = startup.streams.terminal
+    terminal_fd = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3) if terminal is not None and terminal.attributes else None
+    streams = (startup.streams.stdin, startup.streams.stdout, startup.streams.stderr)
+    mine = (terminal_fd, startup.joined, startup.channel.fileno(), *startup.keep_fds, *startup.group.descriptors)
+    linux.close_except({fd for fd in (*streams, *mine) if fd is not None} | {0, 1, 2})
+    linux.die_with_parent(PARENT_DIED if terminal_fd is not None else signal.SIGKILL)
+    poll = select.poll()
+    poll.register(startup.channel, 0)
+    if poll.poll(0):  # the caller died before the kernel was told to tell us
+        os._exit(SETUP_FAILED)
+    return terminal_fd
+
+
+def _terminal(startup: Startup, uid: int) -> int | None:
+    terminal = startup.streams.terminal
+    if terminal is None:
+        return None
+    master, slave = open_pty(terminal, uid)
+    socket.send_fds(startup.channel, [json.dumps({"pty": True}).encode()], [master])
+    os.close(master)
+    return slave
+
+
+def _complaints(startup: Startup, slave: int | None) -> int | None:
+    """The workload's stderr, kept where the kernel may end processes for want of memory."""
+    stderr = slave if slave is not None else startup.streams.stderr
+    if stderr is None or startup.group.events is None:
+        return None
+    return fcntl.fcntl(stderr, fcntl.F_DUPFD_CLOEXEC, 3)
+
+
+def _complain(stderr: int, killed: int, group: Group) -> None:
+    processes = "1 process" if killed == 1 else f"{killed} processes"
+    limit = group.limits.memory_bytes
+    where = f" within the stage's {limit / (1 << 20):g} MiB" if limit is not None else ""
+    try:
+        os.write(stderr, f"pvisor: out of memory{where}: the kernel killed {processes}\n".encode())
+    except OSError:  # nobody reads it, and the exit code tells as well
+        return
+
+
+def _workdir(spec: ProcessSpec) -> str:
+    """Made when missing. Resolved as text, so that a link in /proc to a descriptor leads nowhere else."""
+    try:
+        return rootfs.ensure_directory(spec.workdir)
+    except StageSetupError as error:
+        raise StageSetupError(f"working directory {spec.workdir}: {error.message}", hint="give -w DIR") from error
+
+
+def _become(
+    startup: Startup,
+    spec: ProcessSpec,
+    identity: users.Credentials,
+    slave: int | None,
+    null: int,
+    last_capability: int,
+    *,
+    die_with: int | None,
+) -> NoReturn:
+    os.setsid()
+    if slave is not None:
+        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+        sources = [slave, slave, slave]
+    else:
+        streams = startup.streams
+        sources = [
+            null if fd is None or _leads_out(fd) else fd for fd in (streams.stdin, streams.stdout, streams.stderr)
+        ]
+    _standard_streams(sources)
+    _killable()
+    os.chdir(spec.workdir)
+    startup.group.enter()
+    linux.unshare(linux.CLONE_NEWCGROUP)  # its root is the cgroup that was just entered
+    capabilities.limit(last_capability)
+    os.setgroups(identity.groups)
+    os.setresgid(identity.gid, identity.gid, identity.gid)
+    os.setresuid(identity.uid, identity.uid, identity.uid)
+    if die_with is not None:  # set last: a change of user clears it
+        linux.die_with_parent(signal.SIGKILL)
+        if os.getppid() != die_with:
+            os._exit(SETUP_FAILED)
+    linux.close_on_exec_from(3)
+    _default_signals(startup.signal_mask)
+    seccomp.install()
+    execute(spec)
+
+
+def _leads_out(fd: int) -> bool:
+    """From a directory of the host, `..` goes up to the host's root, past the root of the stage."""
+    return stat.S_ISDIR(os.fstat(fd).st_mode)
+
+
+def _standard_streams(sources: list[int]) -> None:
+    """Puts the sources at 0, 1 and 2, whichever of those numbers they have now."""
+    safe = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in sources]
+    for target, fd in enumerate(safe):
+        os.dup2(fd, target)
+        os.close(fd)
+
+
+def _killable() -> None:
+    """A caller whom the kernel must spare when memory runs out does not pass that on."""
+    try:
+        with open("/proc/self/oom_score_adj", "r+b", buffering=0) as file:
+            if int(file.read()) < 0:
+                file.write(b"0")
+    except OSError:  # a kernel that does not let it be raised decides for itself
+        return
+
+
+def _default_signals(mask: frozenset[int]) -> None:
+    """What Python handles or ignores for itself is default again; what the caller ignores (nohup) stays ignored."""
+    for number in FORWARDED:  # exec resets the others, which nobody sends in the moment before it
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def execute(spec: ProcessSpec) -> NoReturn:
+    """execve(2) of argv[0], looked up in the stage's PATH. Raises CommandError as a shell would: 126 or 127."""
+    program = spec.argv[0]
+    if not program:
+        raise CommandError("the command is an empty string", exit_code=NOT_FOUND, hint="give a command after --")
+    places = [program]
+    if "/" not in program:
+        places = [os.path.join(place or ".", program) for place in spec.env.get("PATH", "").split(":")]
+    failure: OSError | None = None
+    for place in places:
+        try:
+            os.execve(place, spec.argv, dict(spec.env))
+        except OSError as error:
+            error.filename = place
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                failure = failure or error
+                if error.errno != errno.EACCES:
+                    break
+            elif Path(place).exists():
+                failure = failure or error
+    raise _not_executed(program, failure)
+
+
+def _not_executed(program: str, failure: OSError | None) -> CommandError:
+    if failure is None:
+        hint = "check the command after -- and the image's PATH"
+        if program.startswith("-"):
+            hint = "options go before the image's name; after it comes the command"
+        return CommandError(f"{program}: not found in the image", exit_code=NOT_FOUND, hint=hint)
+    if failure.errno in _UNFETCHED:
+        return CommandError(
+            f"{failure.filename}: {_UNFETCHED_MESSAGE}: {failure.strerror}",
+            exit_code=NOT_EXECUTABLE,
+            hint=_UNFETCHED_HINT,
+        )
+    if failure.errno == errno.ENOENT:
+        return CommandError(
+            f"{failure.filename}: there, but the interpreter or loader it names is not in the image",
+            exit_code=NOT_FOUND,
+            hint="look at its first line, or run ldd on it",
+        )
+    hints = {
+        errno.EACCES: "it must be a regular file with an execute bit for this user",
+        errno.ENOEXEC: "it is built for another machine, or is a script without a #! line",
+        errno.E2BIG: "arguments and environment are too long together",
+    }
+    return CommandError(
+        f"{failure.filename}: can not be executed: {failure.strerror}",
+        exit_code=NOT_EXECUTABLE,
+        hint=hints.get(failure.errno or 0, ""),
+    )
+
+
+def _caller_lives(channel: socket.socket) -> bool:
+    """Asks. A caller that dies hangs up the pty first, so that the workload may well end before the kernel tells us."""
+    try:
+        channel.send(json.dumps({"ended": True}).encode())
+        return bool(channel.recv(1))
+    except OSError:
+        return False
+
+
+def _attend(workload: int) -> int:
+    """Reaps every orphan and passes signals on until the workload ends; returns the exit code a shell would give."""
+    while True:
+        code = _reap(workload)
+        if code is not None:
+            return code
+        number = signal.sigwaitinfo(signal.valid_signals()).si_signo
+        if number == signal.SIGCHLD:
+            continue
+        if number == PARENT_DIED:  # or wants it ended; what others run in the stage may stay
+            os.kill(workload, signal.SIGKILL)
+            return 128 + signal.SIGKILL
+        _pass_on(number, workload)
+
+
+def _reap(workload: int) -> int | None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return SETUP_FAILED
+        if pid == 0:
+            return None
+        if pid == workload:
+            return exit_code(status)
+
+
+def exit_code(status: int) -> int:
+    """A wait status as a shell gives it: 128 + N for a process that signal N ended."""
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _pass_on(number: int, workload: int) -> None:
+    # The stage is a session of its own, where the default of SIGTSTP is to do nothing.
+    number = signal.SIGSTOP if number == signal.SIGTSTP else number
+    try:
+        if number in _TO_GROUP or number == signal.SIGSTOP:
+            os.killpg(workload, number)
+        else:
+            os.kill(workload, number)
+    except ProcessLookupError:  # not a session leader yet, or gone already
+        try:
+            os.kill(workload, number)
+        except ProcessLookupError:
+            return
+
+
+def _report(channel: socket.socket, error: BaseException) -> None:
+    if isinstance(error, PvisorError):
+        message, hint = error.message, error.hint
+    elif isinstance(error, OSError) and error.errno in _UNFETCHED:
+        message, hint = f"start of the stage: {_UNFETCHED_MESSAGE}: {error.strerror}", _UNFETCHED_HINT
+    else:
+        message, hint = f"start of the stage: {type(error).__name__}: {error}", ""
+    fields = {
+        "error": message[:_MESSAGE_BYTES],
+        "hint": hint[:_MESSAGE_BYTES],
+        "code": error.exit_code if isinstance(error, CommandError) else SETUP_FAILED,
+    }
+    try:
+        channel.send(json.dumps(fields).encode())
+    except OSError:  # the caller is gone
+        return

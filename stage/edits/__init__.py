@@ -1,0 +1,1 @@
+"""What a stage changed, and how that is shown."""

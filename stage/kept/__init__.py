@@ -1,0 +1,1 @@
+"""Stages on disk, what runs in them, and their limits."""
