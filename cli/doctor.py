@@ -10,7 +10,13 @@ from cli.common import Settings, command_options
 @click.command(short_help="Check what this host can do.")
 @command_options
 def doctor(settings: Settings) -> int:
-    """Check this host: root, FUSE, EROFS, overlayfs, directories, server. Exit code 1 when something is missing."""
+    """Check this host: root, FUSE, EROFS, overlayfs, directories, server. Exit code 1 when something is missing.
+
+    \b
+    Examples:
+      pvisor doctor
+      pvisor doctor --server http://store:7878
+    """
     from fuse.doctor import examine
 
     checks = examine(settings.config)

@@ -71,7 +71,7 @@ def _directory(name: str, path: Path) -> Check:
     above = next(parent for parent in (path, *path.parents) if parent.exists())
     writable = above.is_dir() and os.access(above, os.W_OK)
     usage = shutil.disk_usage(above)
-    detail = f"{path}, {usage.free / 1e9:.1f} GB free" if writable else f"{above} can not be written"
+    detail = f"{path}, {usage.free / (1 << 30):.1f} GiB free" if writable else f"{above} can not be written"
     return Check(name, writable, detail, f"make {above} writable or set {name}")
 
 

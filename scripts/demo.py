@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from cli.common import human_bytes
 from scripts.debian import TAG, debian_layout
 
 PVISOR = str(Path(sys.executable).parent / "pvisor")
@@ -31,15 +32,21 @@ def say(text: str) -> None:
     print(f"\n== {text}", flush=True)
 
 
-def sh(*argv: str, env: dict[str, str] | None = None, quiet: bool = False) -> str:
-    """Run a command, show it, give back its output; stop the demo when it fails."""
-    print("$", shlex.join(argv), flush=True)
+def ask(*argv: str, env: dict[str, str] | None = None) -> str:
+    """Run a command that is not shown, give back its output; stop the demo when it fails."""
     done = subprocess.run(argv, env=env, stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
-    if done.stdout and not quiet:
-        print(done.stdout, end="", flush=True)
     if done.returncode:
-        sys.exit(f"demo: {argv[0]} failed with exit code {done.returncode}")
+        print(done.stdout, end="", flush=True)
+        sys.exit(f"demo: {shlex.join(argv)} failed with exit code {done.returncode}")
     return done.stdout
+
+
+def sh(*argv: str, env: dict[str, str] | None = None) -> str:
+    """As `ask`, with the command and its output shown."""
+    print("$", shlex.join(argv), flush=True)
+    output = ask(*argv, env=env)
+    print(output, end="", flush=True)
+    return output
 
 
 def free_port() -> int:
@@ -53,6 +60,7 @@ def wait_for_port(port: int, process: subprocess.Popen[str]) -> None:
     while time.monotonic() < deadline:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
+                print(f"listens on 127.0.0.1:{port}", flush=True)
                 return
         if process.poll() is not None:
             sys.exit(f"demo: {process.args!r} ended with exit code {process.returncode}")
@@ -90,15 +98,18 @@ def registry(scratch: Path) -> Iterator[int]:
         yield port
 
 
-def demo(image: str | None, stack: ExitStack) -> None:
+def demo(image: str | None, stack: ExitStack) -> list[str]:
+    """Run it all; the lines that say what it took and what to do next."""
     scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvisor-demo-")))
-    source = image
+    source = local = image
     if source is None:
         say("a Debian root in a registry (built with mmdebstrap the first time)")
         layout = debian_layout()
+        local = f"oci:{os.path.relpath(layout)}:{TAG}"
         port = stack.enter_context(registry(scratch))
         source = f"docker://127.0.0.1:{port}/debian:bookworm"
-        sh("skopeo", "copy", "--quiet", "--dest-tls-verify=false", f"oci:{layout}:{TAG}", source)
+        ask("skopeo", "copy", "--quiet", "--dest-tls-verify=false", f"oci:{layout}:{TAG}", source)
+        print(f"pushed to {source}", flush=True)
 
     say("the chunk server")
     port = free_port()
@@ -117,8 +128,8 @@ def demo(image: str | None, stack: ExitStack) -> None:
     converted = json.loads(sh(PVISOR, "convert", source, "--json", env=elsewhere))
     name = converted["name"]
     sh(PVISOR, "node", "start", env=worker)
-    stack.callback(sh, PVISOR, "node", "stop", env=worker)
-    pulled = json.loads(sh(PVISOR, "pull", "--lazy", name, "--json", env=worker))
+    stack.callback(ask, PVISOR, "node", "stop", env=worker)
+    sh(PVISOR, "pull", "--lazy", name, "--json", env=worker)
     started = time.monotonic()
     if image is None:
         sh(PVISOR, "run", name, "--", "sh", "-c", SHELL, env=worker)
@@ -126,16 +137,21 @@ def demo(image: str | None, stack: ExitStack) -> None:
         sh(PVISOR, "run", name, "--", "sh", "-c", "ls /", env=worker)
     elapsed = time.monotonic() - started
 
-    say("what it took")
-    status = json.loads(sh(PVISOR, "node", "status", "--json", env=worker, quiet=True))
-    inspected = json.loads(sh(PVISOR, "image", "inspect", name, "--json", env=worker, quiet=True))
-    for used in status["images"].values():
-        total = {key: pulled[key] + used[key] for key in ("fetched_bytes", "fetched_chunks", "requests")}
-        print(
-            f"{used['name']}: {total['fetched_bytes'] / 1e6:.2f} MB in {total['fetched_chunks']} chunks and "
-            f"{total['requests']} requests, of {inspected['stored_bytes'] / 1e6:.1f} MB stored "
-            f"({inspected['size'] / 1e6:.1f} MB of file data); the shell took {elapsed:.2f} s"
-        )
+    status = json.loads(ask(PVISOR, "node", "status", "--json", env=worker))
+    inspected = json.loads(ask(PVISOR, "image", "inspect", name, "--json", env=worker))
+    used = status["images"][inspected["id"]]  # what the pull has fetched is in it
+    figures = (
+        f"{used['name']}: {human_bytes(used['fetched_bytes'])} in {used['fetched_chunks']} chunks and "
+        f"{used['requests']} requests, of {human_bytes(inspected['stored_bytes'])} stored "
+        f"({human_bytes(inspected['size'])} of file data); the shell took {elapsed:.2f} s"
+    )
+    command, short = os.path.relpath(PVISOR), "debian:12" if image is None else name
+    return [
+        figures,
+        "",
+        f"try: {shlex.join([command, 'convert', str(local), '--name', short])}",
+        f"     {shlex.join([command, 'run', '-it', short])}",
+    ]
 
 
 def main() -> None:
@@ -147,7 +163,9 @@ def main() -> None:
     if shutil.which("fusermount3") is None:
         sys.exit("demo: fusermount3 is missing; `make demo` installs it")
     with ExitStack() as stack:
-        demo(arguments.image, stack)
+        lines = demo(arguments.image, stack)
+    say("what it took")
+    print(*lines, sep="\n")
 
 
 if __name__ == "__main__":
