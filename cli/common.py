@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from imaged.config import Config
-from imaged.errors import PvisorError
+from imaged.errors import NotFoundError, PvisorError
 from imaged.progress import NoProgress, Progress
 
 
@@ -41,8 +41,12 @@ class Settings:
 
     @property
     def config(self) -> Config:
-        """The host's configuration with the --server and --store flags applied."""
-        return replace(Config.resolve(server=self.server), store_directory=self.store)
+        """The host's configuration with the --server and --store flags applied. NotFoundError without such a store."""
+        config = Config.resolve(server=self.server)
+        if self.store is None:
+            return config
+        _require_store(self.store, config.store)
+        return replace(config, store_directory=self.store)
 
     def emit(self, document: Any, text: str | Callable[[], str]) -> None:
         """The result on stdout: the document with --json, the text otherwise. OutputError."""
@@ -51,6 +55,20 @@ class Settings:
             return
         with writing():
             print(shown, flush=True)
+
+
+def _require_store(directory: Path, own: Path) -> None:
+    """NotFoundError when the directory that --store names is no chunk store: commands would make one there."""
+    from imaged.pack import PACKS_DIRECTORY
+
+    if (directory / PACKS_DIRECTORY).is_dir():
+        return
+    hint = "a server's store is the directory given to serve --store"
+    for likely in (directory / "store", own):
+        if (likely / PACKS_DIRECTORY).is_dir():
+            hint = f"there is one at {likely}; {hint}"
+            break
+    raise NotFoundError(f"no chunk store at {directory}", hint=hint)
 
 
 @contextmanager
@@ -64,32 +82,42 @@ def writing() -> Iterator[None]:
         raise OutputError(error) from error
 
 
-def command_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --server, --json and -v, passed on as `settings`; absent ones are what the group was given."""
+def output_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --json and -v, passed on as `settings`; absent ones, and the server, are what the group was given."""
 
-    @click.option("--server", metavar="URL", help="Chunk server; PVISOR_SERVER when not given.")
-    @click.option("--json", "json_output", is_flag=True, help="One JSON document on stdout.")
+    @click.option("--json", "json_output", is_flag=True, help="One JSON document on stdout (but for run and exec).")
     @click.option("-v", "--verbose", is_flag=True, help="Show tracebacks and warnings on the way.")
     @functools.wraps(function)
     def command(
         *arguments: Any,
-        server: str | None,
         json_output: bool,
         verbose: bool,
         **options: Any,
     ) -> Any:
         given = click.get_current_context().find_object(Settings) or Settings(None, False, False)
-        settings = Settings(server or given.server, json_output or given.json_output, verbose or given.verbose)
+        settings = Settings(given.server, json_output or given.json_output, verbose or given.verbose)
         return function(*arguments, settings=settings, **options)
 
     return command
 
 
+def command_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`output_options`, and --server URL, for commands that may ask one."""
+
+    @click.option("--server", metavar="URL", help="Chunk server; PVISOR_SERVER when not given.")
+    @output_options
+    @functools.wraps(function)
+    def command(*arguments: Any, settings: Settings, server: str | None, **options: Any) -> Any:
+        return function(*arguments, settings=replace(settings, server=server or settings.server), **options)
+
+    return command
+
+
 def store_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`command_options`, and --store DIR, for commands on a store that need not be this host's own."""
+    """`output_options`, and --store DIR, for commands on a store that need not be this host's own."""
 
     @click.option("--store", "directory", metavar="DIR", help="Another store than PVISOR_HOME's, such as a server's.")
-    @command_options
+    @output_options
     @functools.wraps(function)
     def command(*arguments: Any, settings: Settings, directory: str | None, **options: Any) -> Any:
         store = Path(directory).absolute() if directory is not None else None

@@ -119,6 +119,9 @@ def pull(settings: Settings, image: str, lazy: bool, fill: bool, fill_rate: int 
       pvisor pull --lazy --fill --fill-rate 50 debian:12
       pvisor pull docker://registry.example/team/app:v1
     """
+    given = click.get_current_context().get_parameter_source("fill_rate")
+    if not fill and given is click.core.ParameterSource.COMMANDLINE:
+        raise click.UsageError("--fill-rate goes with --fill")
     if not fill:
         show(settings, pull_image(settings, image, lazy=lazy, platform=platform))
         return

@@ -76,7 +76,7 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--server", metavar="URL", help="Chunk server; PVISOR_SERVER when not given.")
-@click.option("--json", "json_output", is_flag=True, help="One JSON document on stdout.")
+@click.option("--json", "json_output", is_flag=True, help="One JSON document on stdout (but for run and exec).")
 @click.option("-v", "--verbose", is_flag=True, help="Show tracebacks and warnings on the way.")
 @click.version_option(package_name="pvisor", prog_name="pvisor")
 @click.pass_context

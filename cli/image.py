@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,16 @@ from imaged.store import ChunkStore
 
 @click.group(short_help="List, inspect, tag, remove, verify and export images.")
 def image() -> None:
-    """Images of the local store, or of --store DIR."""
+    """Images of the local store, or of --store DIR.
+
+    An image goes by its name, the unique end of it, its id, or the first 8 or more digits of its id.
+
+    \b
+    Examples:
+      pvisor image ls
+      pvisor image inspect debian:12
+      pvisor image rm debian:12
+    """
 
 
 def describe(name: str, record: ImageRecord, *, chunks: int, stored_bytes: int, **more: Any) -> dict[str, Any]:
@@ -77,9 +86,23 @@ def count_present(store: ChunkStore, entry: catalog.Entry) -> int:
 
 @image.command("ls")
 @click.option("--remote", is_flag=True, help="The server's images instead.")
+@click.option("--server", metavar="URL", help="The images of this server: implies --remote.")
 @store_options
-def list_images(settings: Settings, remote: bool) -> None:
-    """List images."""
+def list_images(settings: Settings, remote: bool, server: str | None) -> None:
+    """List images.
+
+    SIZE is uncompressed file data, STORED what all chunks of the image take in a store. STATE is complete, or how much
+    of a lazy image is here; filling while the node daemon fetches the rest.
+
+    \b
+    Examples:
+      pvisor image ls
+      pvisor image ls --server http://store:7878
+    """
+    if server is not None:
+        settings, remote = replace(settings, server=server), True
+    if remote and settings.store is not None:
+        raise click.UsageError("--store is for images of this host: it goes with neither --remote nor --server")
     images = _remote_images(settings) if remote else _local_images(settings)
 
     def text() -> str:
@@ -91,13 +114,21 @@ def list_images(settings: Settings, remote: bool) -> None:
                 age(now - found["created_at"]),
                 human_bytes(found["size"]),
                 human_bytes(found["stored_bytes"]),
-                "complete" if not found["origin"] else "filling" if found["filling"] else "lazy",
+                _state(found),
             ]
             for found in images
         ]
         return table(["NAME", "ID", "AGE", "SIZE", "STORED", "STATE"], rows)
 
     settings.emit(images, text)
+
+
+def _state(found: dict[str, Any]) -> str:
+    """How much of an image is here, in words: 100% only when it is all."""
+    if not found["origin"]:
+        return "complete"
+    share = 100 * found["present_chunks"] // max(found["chunks"], 1)
+    return f"{'filling' if found['filling'] else 'lazy'} {share}%"
 
 
 def _local_images(settings: Settings) -> list[dict[str, Any]]:
@@ -108,7 +139,10 @@ def _local_images(settings: Settings) -> list[dict[str, Any]]:
         for name, ref in store.refs.items():
             try:
                 entry = catalog.load(store, name, ref)
-                images.append({**describe_entry(entry), "filling": store.fills.get(ref.record) is not None})
+                # Of a complete image nothing needs to be looked up.
+                present = count_present(store, entry) if ref.origin else ref.chunks
+                filling = store.fills.get(ref.record) is not None
+                images.append({**describe_entry(entry), "present_chunks": present, "filling": filling})
             except (ChunkError, FormatError) as error:
                 again = f"`pvisor image verify {name}`, then pull or convert it again, or `pvisor image rm {name}`"
                 warn(f"{name} is left out: {error.message}; {again}")
@@ -136,11 +170,16 @@ def _remote_images(settings: Settings) -> list[dict[str, Any]]:
         ]
 
 
-@image.command()
+@image.command(short_help="Show everything known of an image.")
 @click.argument("name")
 @store_options
 def inspect(settings: Settings, name: str) -> None:
-    """Show everything known of an image; prints JSON."""
+    """Show everything known of an image; prints JSON.
+
+    \b
+    Example:
+      pvisor image inspect debian:12
+    """
     import json
 
     with ChunkStore.open(settings.config.store, readonly=True) as store:
@@ -154,12 +193,17 @@ def inspect(settings: Settings, name: str) -> None:
     settings.emit(document, lambda: json.dumps(document, indent=2))
 
 
-@image.command()
+@image.command(short_help="Give an image one more name.")
 @click.argument("name")
 @click.argument("new")
 @store_options
 def tag(settings: Settings, name: str, new: str) -> None:
-    """Give an image one more name; a name that is taken moves to it."""
+    """Give an image one more name; a name that is taken moves to it.
+
+    \b
+    Example:
+      pvisor image tag debian:12 debian:stable
+    """
     target = str(ImageName.parse(new))
     with ChunkStore.open(settings.config.store) as store:
         entry = catalog.find(store, name)
@@ -171,7 +215,12 @@ def tag(settings: Settings, name: str, new: str) -> None:
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @store_options
 def rm(settings: Settings, names: tuple[str, ...]) -> None:
-    """Remove names. `pvisor store gc` then frees what no name keeps."""
+    """Remove names. `pvisor store gc` then frees what no name and no stage keeps.
+
+    \b
+    Example:
+      pvisor image rm debian:12 app:v1
+    """
     removed = []
     with ChunkStore.open(settings.config.store) as store:
         for name in names:
@@ -185,22 +234,27 @@ def rm(settings: Settings, names: tuple[str, ...]) -> None:
     settings.emit({"removed": removed}, "\n".join(removed))
 
 
-@image.command()
+@image.command(short_help="Check every chunk of an image.")
 @click.argument("name")
 @store_options
 def verify(settings: Settings, name: str) -> int:
-    """Check every chunk of an image against its id. Exit code 1 when something is corrupt or lost."""
-    from imaged.acquire import image_reader
+    """Check every chunk of an image that is here against its id. Exit code 1 when something is corrupt or lost.
+
+    Nothing is fetched: of a lazy image it says how many chunks are not here yet.
+
+    \b
+    Example:
+      pvisor image verify debian:12
+    """
     from imaged.verify import verify_image
 
     with ChunkStore.open(settings.config.store) as store, progress(settings) as line:
         entry = catalog.find(store, name)
-        with image_reader(store, entry) as reader:
-            report = verify_image(store, reader, entry, line)
+        report = verify_image(store, entry, line)
     document = {"name": entry.name, "id": str(entry.ref.record), "sound": report.sound, **asdict(report)}
 
     def text() -> str:
-        absent = f", {report.absent} not fetched yet" if report.lazy else f", {report.absent} missing"
+        absent = f", {report.absent} are not here yet" if report.lazy else f", {report.absent} missing"
         counts = f"{report.verified} of {report.chunks} chunks verified{absent if report.absent else ''}"
         return "\n".join([*(f"corrupt: chunk {chunk}" for chunk in report.corrupt), f"{entry.name}: {counts}"])
 
@@ -208,7 +262,7 @@ def verify(settings: Settings, name: str) -> int:
     return 0 if report.sound else 1
 
 
-@image.command()
+@image.command(short_help="Write an image to a file or a directory.")
 @click.argument("name")
 @click.argument("target", metavar="FILE|DIR")
 @store_options
@@ -216,7 +270,8 @@ def export(settings: Settings, name: str, target: str) -> None:
     """Write an image to one EROFS file, or its files into a directory.
 
     An existing directory, or a name that ends in /, gets the files (which needs root); it must be empty. Anything
-    else is the name of the EROFS file, which `mount -t erofs` and VMs can use without pVisor.
+    else is the name of the EROFS file, which `mount -t erofs` and VMs can use without pVisor. A file of that name is
+    replaced. Prints nothing on success.
 
     \b
     Examples:

@@ -6,12 +6,18 @@ from typing import Any
 
 import click
 
-from cli.common import Settings, command_options, human_bytes, table
+from cli.common import Settings, command_options, human_bytes, output_options, table
 
 
 @click.group(short_help="Start, stop and ask the host's node daemon.")
 def node() -> None:
-    """The host's node daemon: one FUSE mount that serves every image. Other commands start it on demand."""
+    """The host's node daemon: one FUSE mount that serves every image. Other commands start it on demand.
+
+    \b
+    Examples:
+      pvisor node status
+      pvisor node stop
+    """
 
 
 def fills(documents: dict[str, dict[str, Any]]) -> str:
@@ -29,30 +35,50 @@ def fills(documents: dict[str, dict[str, Any]]) -> str:
     return table(["FILL", "STATE", "CHUNKS HERE", "BYTES FETCHED", "REASON"], rows)
 
 
-@node.command()
+@node.command(short_help="Start the daemon.")
 @command_options
 def start(settings: Settings) -> None:
-    """Start the daemon; does nothing when it runs."""
+    """Start the daemon; does nothing when it runs.
+
+    \b
+    Example:
+      pvisor node start
+    """
     from fuse.node import ensure
 
     status = ensure(settings.config).status()
     settings.emit(status, f"node daemon runs, pid {status['pid']}")
 
 
-@node.command()
-@command_options
+@node.command(short_help="Stop the daemon and unmount every image.")
+@output_options
 def stop(settings: Settings) -> None:
-    """Stop the daemon and unmount every image. Refuses when one is in use."""
+    """Stop the daemon and unmount every image. Refuses when one is in use.
+
+    \b
+    Example:
+      pvisor node stop
+    """
     from fuse.node import stop as stop_node
 
     stopped = stop_node(settings.config)
     settings.emit({"stopped": stopped}, "node daemon stopped" if stopped else "node daemon was not running")
 
 
-@node.command()
-@command_options
+@node.command(short_help="Show what the daemon serves and fetched.")
+@output_options
 def status(settings: Settings) -> int:
-    """Show what the daemon serves and what it fetched. Exit code 1 when it does not run."""
+    """Show what the daemon serves and what it fetched. Exit code 1 when it does not run.
+
+    READS are the kernel's reads of the image's data; what its page cache has, it does not read again. HITS are chunks
+    that were in memory or in the local store. REQUESTS are HTTP requests, CHUNKS and BYTES FETCHED what came over the
+    wire for them. All count from the start of the daemon.
+
+    \b
+    Examples:
+      pvisor node status
+      pvisor node status --json
+    """
     from fuse.node import connect
 
     running = connect(settings.config)

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from cli import startup
-from cli.common import Settings, command_options, log_to_stderr
+from cli.common import Settings, command_options, log_to_stderr, output_options
 from fuse import node
 from fuse.node import OpenImage, Opening
 from imaged.names import ImageName, SourceName
@@ -67,7 +67,13 @@ def begin_open(settings: Settings, name: str, *, start: bool = False) -> Opening
 def process_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options of a command that starts a process, passed on as `options`; its own failures are exit code 125."""
 
-    @click.option("-e", "--env", multiple=True, metavar="K=V", help="Set a variable, or pass this host's with -e K.")
+    @click.option(
+        "-e",
+        "--env",
+        multiple=True,
+        metavar="K=V",
+        help="Set a variable, or pass the caller's with -e K; nothing else of the caller's environment is passed.",
+    )
     @click.option("-w", "--workdir", metavar="DIR", help="Directory to start in.")
     @click.option("-u", "--user", metavar="USER", help="User name or id, with :GROUP if wanted.")
     @click.option("-i", "--interactive", is_flag=True, help="Keep standard input open.")
@@ -75,7 +81,13 @@ def process_options(function: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--memory", callback=memory_size, metavar="SIZE", help="Limit of memory, as in 512M; without swap.")
     @click.option("--cpus", type=click.FloatRange(min=0.01), metavar="N", help="Limit of processor time, as in 1.5.")
     @click.option("--pids", type=click.IntRange(min=1), metavar="N", help="Limit of processes and threads.")
-    @click.option("--net", type=click.Choice(["host", "none"]), default="none", show_default=True)
+    @click.option(
+        "--net",
+        type=click.Choice(["host", "none"]),
+        default="none",
+        show_default=True,
+        help="none: loopback only; host: the host's network. Beside running commands, stage exec has theirs.",
+    )
     @functools.wraps(function)
     def command(
         *arguments: Any,
@@ -133,13 +145,14 @@ def run(
 ) -> int:
     """Run a process in an image, its bytes arriving as they are read. The exit code is the process's own.
 
-    It is a process of this host: it shares the host's kernel. Its output is its own, with --json too. What --workspace
-    shows is at /workspace, where the process then starts.
+    It is a process of this host: it shares the host's kernel. What --workspace shows is at /workspace, where the
+    process then starts. Stdout is the process's own: --json changes nothing here.
 
     \b
     Examples:
       pvisor run debian:12 -- sh -c 'cat /etc/os-release'
       pvisor run -it --stage fix --workspace . debian:12 -- bash
+      pvisor run --memory 512M --cpus 1.5 --pids 200 -e CI=1 debian:12 -- env
       pvisor run docker://registry.example/team/app:v1
     """
     opening = begin_open(settings, name, start=True)
@@ -157,7 +170,7 @@ def run(
 @click.argument("directory", type=click.Path(path_type=Path))
 @command_options
 def mount(settings: Settings, name: str, directory: Path) -> None:
-    """Mount an image read-only on a directory; its bytes arrive as they are read.
+    """Mount an image read-only on a directory; its bytes arrive as they are read. Prints nothing on success.
 
     \b
     Example:
@@ -172,9 +185,14 @@ def mount(settings: Settings, name: str, directory: Path) -> None:
 
 @click.command(short_help="Unmount what `mount` mounted.")
 @click.argument("directory", type=click.Path(path_type=Path))
-@command_options
+@output_options
 def umount(settings: Settings, directory: Path) -> None:
-    """Unmount a directory that `pvisor mount` mounted."""
+    """Unmount a directory that `pvisor mount` mounted. Prints nothing on success.
+
+    \b
+    Example:
+      pvisor umount /mnt/debian
+    """
     from fuse import mounts
 
     mounts.umount_user(settings.config, directory)

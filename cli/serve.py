@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from cli.common import Settings, command_options
+from cli.common import Settings, output_options
 from imaged.errors import InvalidNameError
 
 
@@ -17,7 +17,7 @@ from imaged.errors import InvalidNameError
     "--listen", default="127.0.0.1:7878", show_default=True, metavar="HOST:PORT", help="Port 0 picks a free one."
 )
 @click.option("--store", metavar="DIR", help="Default: the store in PVISOR_HOME.")
-@command_options
+@output_options
 def serve(settings: Settings, listen: str, store: str | None) -> None:
     """Serve images and chunks over HTTP, and convert images on request, until SIGTERM or Ctrl-C.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from cli.common import Settings, age, command_options, human_bytes, table, warn, writing
+from cli.common import Settings, age, command_options, human_bytes, output_options, table, warn, writing
 from cli.run import OPTIONS_FIRST, open_image, own_command, process_options
 from stage.errors import ApplyConflictError, StageBusyError, StageSetupError
 from stage.kept.cgroups import Limits
@@ -22,13 +22,26 @@ from stage.session import exec_in_stage
 
 @click.group(short_help="Work with stages that were kept.")
 def stage() -> None:
-    """Stages: the retained writes of `pvisor run --stage`."""
+    """Stages: the retained writes of `pvisor run --stage`.
+
+    \b
+    Examples:
+      pvisor run -it --stage fix --workspace . debian:12 -- bash
+      pvisor stage diff fix
+      pvisor stage apply fix
+      pvisor stage drop fix
+    """
 
 
-@stage.command("ls")
-@command_options
+@stage.command("ls", short_help="List stages, and what runs in them.")
+@output_options
 def list_stages(settings: Settings) -> None:
-    """List stages: what they are made from, what they wrote, and what runs in them."""
+    """List stages: what they are made from, what they wrote, and what runs in them.
+
+    \b
+    Example:
+      pvisor stage ls
+    """
     from stage.kept.survey import survey
 
     stages = Stages(settings.config.stages)
@@ -75,7 +88,7 @@ def _limits(limits: Limits) -> str:
     return ", ".join(shown) or "-"
 
 
-@stage.command("exec", context_settings=OPTIONS_FIRST)
+@stage.command("exec", context_settings=OPTIONS_FIRST, short_help="Run a command in a stage.")
 @process_options
 @click.argument("name", metavar="STAGE")
 @click.argument(
@@ -85,7 +98,8 @@ def _limits(limits: Limits) -> str:
 def execute(settings: Settings, name: str, command: tuple[str, ...], options: RunOptions) -> int:
     """Run a command in a stage, beside what runs there or over what it kept.
 
-    Beside other commands it shares their processes, network and files; the stage ends with the last of them.
+    Beside other commands it shares their processes, network and files; the stage ends with the last of them. Stdout is
+    the command's own: --json changes nothing here.
 
     \b
     Example:
@@ -103,11 +117,11 @@ def execute(settings: Settings, name: str, command: tuple[str, ...], options: Ru
                 raise
 
 
-@stage.command()
+@stage.command(short_help="Move changes into the workspace directory.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be applied, or what is in the way.")
 @click.argument("name", metavar="STAGE")
 @click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
-@command_options
+@output_options
 def apply(settings: Settings, name: str, paths: tuple[str, ...], dry_run: bool) -> None:
     """Move what a stage changed in its workspace into the host directory: all of it, or these paths.
 
@@ -121,16 +135,21 @@ def apply(settings: Settings, name: str, paths: tuple[str, ...], dry_run: bool) 
     from stage.batch import apply_stage, preview
     from stage.edits.names import quoted
 
+    stages = Stages(settings.config.stages)
+    workspace = stages.get(name).workspace
     document: dict[str, Any] = {"stage": name, "dry_run": dry_run, "applied": [], "conflicts": []}
     try:
-        result = (preview if dry_run else apply_stage)(Stages(settings.config.stages), name, paths)
+        result = (preview if dry_run else apply_stage)(stages, name, paths)
     except ApplyConflictError as error:
         document["conflicts"] = [{"path": os.fsdecode(path), "reason": reason} for path, reason in error.conflicts]
         settings.emit(document, "")
-        if not settings.json_output:
-            for path, reason in error.conflicts:
-                print(f"conflict: {quoted(path).decode()} {reason}", file=sys.stderr)
-        raise
+        if settings.json_output:
+            raise
+        for path, reason in error.conflicts:
+            print(f"conflict: {quoted(path).decode()} {reason}", file=sys.stderr)
+        count = f"{len(error.conflicts)} conflict{'s' if len(error.conflicts) > 1 else ''}"
+        message = f"nothing was applied to {workspace}: {count}"
+        raise ApplyConflictError(message, conflicts=error.conflicts, hint=error.hint) from error
     lines = []
     for change in result.changes:
         old = change.old_path
@@ -139,15 +158,17 @@ def apply(settings: Settings, name: str, paths: tuple[str, ...], dry_run: bool) 
         source = f"{quoted(old).decode()} -> " if old is not None else ""
         lines.append(f"{change.kind}  {source}{quoted(change.path).decode()}")
     settings.emit(document, "\n".join(lines))
+    if not lines and not settings.json_output:
+        print("nothing to apply", file=sys.stderr)
 
 
-@stage.command()
+@stage.command(short_help="Show what a stage changed.")
 @click.option("--root", is_flag=True, help="What was changed of the image, also when the stage has a workspace.")
 @click.option("--stat", "form", flag_value="stat", help="Names, and how many lines of each changed.")
 @click.option("--name-only", "form", flag_value="names", help="Names only.")
 @click.option("-z", "zero", is_flag=True, help="With --name-only: names as they are, a NUL after each.")
 @click.argument("name", metavar="STAGE")
-@click.argument("paths", nargs=-1, type=click.Path(path_type=bytes))
+@click.argument("paths", nargs=-1, type=click.Path(path_type=bytes), metavar="[PATH]...")
 @command_options
 def diff(settings: Settings, name: str, paths: tuple[bytes, ...], form: str | None, root: bool, zero: bool) -> None:
     """Show what a stage changed: of its workspace, or of the image when it has none.
@@ -193,16 +214,23 @@ def write(parts: Iterable[bytes]) -> None:
 
 @stage.command()
 @click.option("--force", is_flag=True, help="End what runs in the stage first.")
-@click.argument("name", metavar="STAGE")
-@command_options
-def drop(settings: Settings, name: str, force: bool) -> None:
-    """Throw a stage away, with all writes it kept.
+@click.argument("names", nargs=-1, required=True, metavar="STAGE...")
+@output_options
+def drop(settings: Settings, names: tuple[str, ...], force: bool) -> None:
+    """Throw stages away, with all writes they kept.
 
     \b
     Example:
-      pvisor stage drop --force fix
+      pvisor stage drop --force fix other
     """
     from stage.api import drop as drop_stage
 
-    drop_stage(name, force=force, config=settings.config)
-    settings.emit({"dropped": name}, name)
+    config = settings.config
+    dropped: list[str] = []
+    try:
+        for name in dict.fromkeys(names):
+            drop_stage(name, force=force, config=config)
+            dropped.append(name)
+    finally:  # also those that went before one that can not
+        if dropped:
+            settings.emit({"dropped": dropped[0] if len(names) == 1 else dropped}, "\n".join(dropped))

@@ -66,7 +66,8 @@ class Opener:
     def open(self, name: str, *, server: str | None, start: bool = False) -> OpenImage:
         """By name, unique end of a name, or image id; what is not here comes from `server` or the daemon's own.
 
-        `start`: what is read next is what a process that starts there touches.
+        `start`: what is read next is what a process that starts there touches. A server that does not answer is given
+        up soon, as in `pull`; not so when bytes of an image that is known are read.
         NotFoundError, UpstreamError, StoreError, ChunkError, FormatError.
         """
         with self._turn(name), _started() as ahead:
@@ -78,7 +79,7 @@ class Opener:
             if not url:
                 found = self._find_or_explain(name)
             else:
-                found, _ = self._pull(name, self._fetcher.upstream(url), tally, ahead)
+                found, _ = self._pull(name, self._fetcher.upstream(url).patient(COMMAND_RETRY), tally, ahead)
             return self._ready(found, tally, start)
 
     def open_here(self, name: str, *, start: bool = False) -> OpenImage | None:

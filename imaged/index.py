@@ -23,7 +23,7 @@ from imaged.errors import StoreError
 from imaged.faults import REBUILD_HINT, store_faults
 from imaged.frame import HEADER_BYTES, Codec
 from imaged.ids import ChunkId
-from imaged.pack import PACK_HEADER_BYTES, disk_bytes, pack_bytes, pack_numbers, pack_path
+from imaged.pack import PACK_HEADER_BYTES, disk_bytes, is_written, pack_bytes, pack_numbers, pack_path
 from imaged.publish import sync_directory
 
 INDEX_NAME = "index.mdb"
@@ -102,7 +102,8 @@ class PackRow(NamedTuple):
 class StoreUsage:
     """`logical_bytes` uncompressed and `stored_bytes` as frames of what is live.
 
-    `dead_bytes` are of the packs' bytes on disk those that no chunk lies in: gc frees them, but for parts of blocks.
+    `dead_bytes` are of the packs' bytes on disk those that no chunk lies in, nor will: gc frees them, but for parts of
+    blocks.
     """
 
     logical_bytes: int
@@ -340,11 +341,13 @@ class Index:
         )
 
     def _dead_bytes(self, number: int, row: PackRow) -> int:
-        """Of one pack, with a tail past its committed length."""
+        """Of one pack, with a tail past its committed length, unless that is a writer's who may commit it yet."""
         root = self.path.parent
-        dead_bytes = row.dead_bytes + max(pack_bytes(root, number) - row.committed_bytes, 0)
+        tail_bytes = max(pack_bytes(root, number) - row.committed_bytes, 0)
+        pending_bytes = tail_bytes if tail_bytes and is_written(root, number) else 0
+        dead_bytes = row.dead_bytes + tail_bytes - pending_bytes
         on_disk = disk_bytes(root, number) - PACK_HEADER_BYTES - row.live_bytes if dead_bytes else 0
-        return min(dead_bytes, max(on_disk, 0))
+        return min(dead_bytes, max(on_disk - pending_bytes, 0))
 
 
 class _PackRows:

@@ -26,6 +26,7 @@ from pathlib import Path
 from imaged.errors import ChunkCorruptError, FormatError
 from imaged.frame import HEADER_BYTES, MAGIC, Frame, FrameHeader
 from imaged.publish import sync_directory
+from imaged.storelock import holders
 
 PACK_HEADER = struct.Struct("<4sI8s")
 PACK_HEADER_BYTES = PACK_HEADER.size
@@ -74,6 +75,14 @@ def disk_bytes(root: Path, number: int) -> int:
         return 0
     # Some file systems count no blocks at all.
     return min(status.st_size, status.st_blocks * _STAT_BLOCK_BYTES or status.st_size)
+
+
+def is_written(root: Path, number: int) -> bool:
+    """Whether some writer holds a pack, as /proc/locks says: trying its lock would be in the way of the next writer."""
+    try:
+        return bool(holders(pack_path(root, number).stat()))
+    except FileNotFoundError:
+        return False
 
 
 class PackWriter:

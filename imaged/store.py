@@ -218,7 +218,7 @@ class ChunkStore:
             self._writer.flush()
 
     def df(self) -> StoreUsage:
-        """What is committed; tails of packs that are not count as dead."""
+        """What is committed; tails of packs that are not count as dead, unless a writer holds the pack."""
         return self.index.usage()
 
     def _before_change(self) -> None:

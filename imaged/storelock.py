@@ -114,4 +114,19 @@ def _command(pid: int) -> str:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return "gone"
-    return " ".join(word.decode(errors="replace") for word in words if word)[:80] or "unnamed"
+    return _named([word.decode(errors="replace") for word in words if word])
+
+
+def _named(words: list[str]) -> str:
+    """A command line in short: ours by what they are called, others by their program and first words."""
+    if any("fuse.daemon" in word for word in words):
+        return "the node daemon"
+    for at, word in enumerate(words[:4]):
+        if Path(word).name == "pvisor" or "cli.main" in word:
+            own = (word for word in words[at + 1 :] if not word.startswith(("-", "http:", "https:")))
+            return f"pvisor {next(own, '')}".rstrip()
+    if not words:
+        return "unnamed"
+    from textwrap import shorten
+
+    return shorten(" ".join([Path(words[0]).name, *words[1:]]), 80, placeholder=" ...")

@@ -21,7 +21,6 @@ from pathlib import Path
 
 from fuse import linux
 from imaged.config import Config
-from imaged.errors import NotFoundError
 from stage.applying.conflicts import Conflicts
 from stage.applying.history import History, Identity
 from stage.applying.ledger import Journal, Ledger, Record, Step
@@ -34,7 +33,7 @@ from stage.applying.workspace import held
 from stage.edits.changes import Change, Kind, Overlay, changes
 from stage.edits.layer import Layer
 from stage.edits.names import quoted
-from stage.edits.selection import PathLike, listed, relative, selected
+from stage.edits.selection import PathLike, listed, relative, require_known
 from stage.errors import ApplyConflictError, StageBusyError, StageError, StageNotFoundError
 from stage.hostpath import HostTree, make_private
 from stage.kept.record import Base, StageInfo, moment_ns
@@ -158,7 +157,8 @@ def _require_idle(stages: Stages, name: str) -> None:
 def _plan(info: StageInfo, overlay: Overlay, tree: HostTree, history: History, wanted: Sequence[bytes]) -> Plan:
     moment = moment_ns()
     pending = list(changes(overlay, settled=history.settled, unseen=unseen(history, info)))
-    _require(wanted, pending, overlay, history)
+    # What was just applied is fine too.
+    require_known(wanted, pending, overlay, "the workspace", settled=history.entries)
     layer = Layer(overlay.upper, overlay.lower)
     conflicts = Conflicts(overlay, tree, history, layer, unchanged_ns(info))
     return Planner(overlay, conflicts, layer, fresh_ns=moment).plan(pending, wanted)
@@ -175,17 +175,6 @@ def _applied(pending: _Pending) -> Applied:
             if not _is_time_of_directory(change)
         ),
     )
-
-
-def _require(wanted: Sequence[bytes], pending: Sequence[Change], overlay: Overlay, history: History) -> None:
-    """A path without a pending change is fine when it exists: it may just have been applied."""
-    for path in wanted:
-        known = selected(pending, [path]) or path in history.entries
-        if not known and overlay.upper.node(path) is None and overlay.lower.node(path) is None:
-            raise NotFoundError(
-                f"{quoted(path).decode()} is neither in the workspace nor changed in the stage",
-                hint="see pvisor stage diff --name-only",
-            )
 
 
 def _conflict(workspace: Path, conflicts: Sequence[tuple[bytes, str]]) -> ApplyConflictError:

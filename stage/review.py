@@ -16,7 +16,7 @@ from stage.applying.workspace import require_same
 from stage.edits.changes import Change, Kind, Overlay, changes
 from stage.edits.fixtures import without_fixtures
 from stage.edits.patch import FilePatch, patch
-from stage.edits.selection import PathLike, listed, relative, selected
+from stage.edits.selection import PathLike, listed, relative, require_known, selected
 from stage.edits.visible import visible
 from stage.errors import StageError
 from stage.kept.stages import StageInfo, Stages
@@ -40,7 +40,7 @@ class Review:
 
 @contextmanager
 def workspace_review(stages: Stages, name: str, paths: Sequence[PathLike] | PathLike = ()) -> Iterator[Review]:
-    """What is pending for the workspace: what was changed and not applied since. StageError.
+    """What is pending for the workspace: what was changed and not applied since. StageError, NotFoundError for a path.
 
     `paths` are below the workspace, or absolute as the host or the stage has them; none are all. Works while the stage
     runs. An apply that a crash cut off is undone or finished first.
@@ -59,7 +59,10 @@ def workspace_review(stages: Stages, name: str, paths: Sequence[PathLike] | Path
     with _layers(files.workspace_upper, files.workspace_work, nullcontext(base)) as overlay:
         found: Sequence[Change] = ()
         if overlay is not None:
-            found = selected(visible(changes(overlay, settled=history.settled, unseen=others), overlay.lower), wanted)
+            made = list(changes(overlay, settled=history.settled, unseen=others))
+            shown = visible(made, overlay.lower)
+            require_known(wanted, [*made, *shown], overlay, "the workspace", settled=history.entries)
+            found = selected(shown, wanted)
         yield Review(stage=name, base=base, changes=tuple(found))
 
 
@@ -72,7 +75,9 @@ def root_review(stages: Stages, name: str, mount: Mount, paths: Sequence[PathLik
         found: Sequence[Change] = ()
         if overlay is not None:
             made = without_fixtures(list(changes(overlay)), overlay)
-            found = selected(visible(made, overlay.lower), wanted)
+            shown = visible(made, overlay.lower)
+            require_known(wanted, [*made, *shown], overlay, "the image")
+            found = selected(shown, wanted)
         yield Review(stage=name, base=Path("/"), changes=tuple(found))
 
 

@@ -169,7 +169,7 @@ class Caller:
             raise StageEndedError(
                 f"the stage was ended by signal {os.WTERMSIG(status)} while the command ran in it",
                 exit_code=init.exit_code(status),
-                hint="`stage drop --force` does that, and who kills its init or the command that it waits for",
+                hint="someone ran `pvisor stage drop --force`, or killed the first process or command of the stage",
             )
         return init.exit_code(status)
 

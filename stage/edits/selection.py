@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
-from imaged.errors import PvisorError
-from stage.edits.changes import Change
+from imaged.errors import NotFoundError, PvisorError
+from stage.edits.changes import Change, Overlay
+from stage.edits.names import quoted
 from stage.edits.tree import ROOT
 from stage.errors import ArgumentError
 
@@ -55,3 +56,16 @@ def selected(changes: Sequence[Change], paths: Sequence[bytes]) -> list[Change]:
         for change in changes
         if any(within(change.path, path) or within(change.old_path or change.path, path) for path in paths)
     ]
+
+
+def require_known(
+    paths: Sequence[bytes], changes: Sequence[Change], overlay: Overlay, where: str, *, settled: Container[bytes] = ()
+) -> None:
+    """NotFoundError for a path that is nowhere. One without a change is fine when it exists, or was `settled`."""
+    for path in paths:
+        known = selected(changes, [path]) or path in settled
+        if not known and overlay.upper.node(path) is None and overlay.lower.node(path) is None:
+            raise NotFoundError(
+                f"{quoted(path).decode()} is neither in {where} nor changed in the stage",
+                hint="see pvisor stage diff --name-only",
+            )

@@ -54,7 +54,7 @@ def _amount(patch: FilePatch, count: int, digits: int, scale: float) -> bytes:
         return b"%*s %d -> %d bytes" % (digits, b"Bin", *sizes)
     if count == 0:
         node = change.new or change.old
-        return b"%*d %s %s" % (digits, 0, change.kind.encode(), node.type.encode() if node else b"")
+        return b"%s %s" % (change.kind.encode(), node.type.encode() if node else b"")
     return b"%*d %s%s" % (digits, count, _bar(b"+", patch.added_lines, scale), _bar(b"-", patch.removed_lines, scale))
 
 
@@ -66,9 +66,9 @@ def _total(patches: Sequence[FilePatch]) -> bytes:
     added, removed = sum(patch.added_lines for patch in patches), sum(patch.removed_lines for patch in patches)
     files = sum(not _is_directory(patch.change) for patch in patches)
     text = f" {files} file{'s' * (files != 1)} changed"
-    if added:
+    if files and (added or not removed):
         text += f", {added} insertion{'s' * (added != 1)}(+)"
-    if removed:
+    if files and (removed or not added):
         text += f", {removed} deletion{'s' * (removed != 1)}(-)"
     return text.encode() + b"\n"
 

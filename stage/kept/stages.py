@@ -278,7 +278,11 @@ class Stages:
         path = self._existing(name)
         trash = self.root / f"{_TEMPORARY}{os.getpid()}-{os.urandom(4).hex()}"
         with self._exclusive():
-            lock_fd = self._lock(path, make=True)
+            try:
+                lock_fd = self._lock(path, make=True)
+            except StageBusyError as error:
+                hint = f"end what runs in it first; `pvisor stage drop --force {name}` does both"
+                raise StageBusyError(error.message, hint=hint) from error
         try:
             _require_ended(path)
             left = _end_apply(path)

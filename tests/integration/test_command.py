@@ -122,6 +122,11 @@ def test_the_start_of_an_id_is_enough(worker: Host) -> None:
         (["run", "--stage", "../x", "box:v1", "--", "true"], 125),
         (["run", "-u", "nobody-here", "box:v1", "--", "true"], 125),
         (["run"], 2),
+        (["pull", "--lazy", "--fill-rate", "5", "box:v1"], 2),
+        (["image", "ls", "--remote", "--store", "/nowhere"], 2),
+        (["image", "ls", "--store", "/nowhere"], 1),
+        (["store", "df", "--server", "http://127.0.0.1:1"], 2),
+        (["stage", "ls", "--server", "http://127.0.0.1:1"], 2),
         (["run", "--no-such-option", "box:v1"], 2),
         (["frobnicate"], 2),
         (["image", "inspect", "nothing:v9"], 1),
@@ -172,6 +177,36 @@ def test_a_workspace_is_shown_and_not_changed(worker: Host, tmp_path: Path) -> N
     ]
     assert worker.run(*argv).stdout == b"host\n"
     assert (tmp_path / "file").read_text() == "host\n"
+
+
+def test_ls_says_how_much_is_here(worker: Host, origin: str, tmp_path: Path) -> None:
+    (image,) = [image for image in worker.json("image", "ls") if image["name"] == "box:v1"]
+    assert 0 < image["present_chunks"] == worker.json("image", "inspect", "box:v1")["present_chunks"]
+    share = 100 * image["present_chunks"] // image["chunks"]
+    assert f"lazy {share}%" in worker.run("image", "ls").stdout.decode()
+    with host(tmp_path) as other:
+        assert other.json("image", "ls") == []
+        assert other.json("image", "ls", "--server", origin) == worker.json("image", "ls", "--remote")
+        assert other.json("--server", origin, "image", "ls") == []
+
+
+def test_a_server_that_is_gone(tmp_path: Path, layout: Path) -> None:
+    """A name that is not here is given up soon, and what is here can be verified."""
+    with chunk_server(tmp_path / "server/home/store") as server, host(tmp_path / "cold", server.url) as cold:
+        with host(tmp_path / "pusher", server.url) as pusher:
+            pusher.run("convert", f"oci:{layout}:v1")
+        cold.run("pull", "--lazy", "box:v1")
+        cold.run("node", "start")
+        server.stop()
+        started = time.monotonic()
+        cold.error("run", "other:1", code=125)
+        cold.error("mount", "other:1", str(tmp_path))
+        assert time.monotonic() - started < 15
+        image = cold.json("image", "inspect", "box:v1")
+        found = cold.json("image", "verify", "box:v1")
+        assert found["sound"] and found["corrupt"] == [] and found["chunks"] == image["chunks"]
+        assert found["verified"] == image["present_chunks"] == image["chunks"] - found["absent"] > 0
+        assert f"{found['absent']} are not here yet" in cold.run("image", "verify", "box:v1").stdout.decode()
 
 
 def test_tag_rm_and_names(worker: Host) -> None:
@@ -340,7 +375,7 @@ def test_gc_wants_the_store_to_itself_and_frees_what_is_unnamed(tmp_path: Path, 
         made.run("convert", f"oci:{layout}:v1")
         made.run("convert", f"oci:{layout}:v2")
         made.run("node", "start")
-        assert "node" in made.error("store", "gc")
+        assert "(the node daemon)" in made.error("store", "gc")
         made.run("node", "stop")
         before = made.json("store", "df")
         made.run("image", "rm", "box:v2")
@@ -404,10 +439,11 @@ def test_a_kept_stage_keeps_its_image(tmp_path: Path, layout: Path) -> None:
         made.run("run", "--stage", "precious", "box:v1", "--", "sh", "-c", "echo work > /made-here")
         made.run("image", "rm", "box:v1")
         made.run("node", "stop")
-        made.run("store", "gc")
+        assert "box:v1: kept by stage precious" in made.run("store", "gc").stdout.decode()
+        assert made.json("store", "gc")["kept_by_stages"] == ["precious"]
         assert made.run("stage", "exec", "precious", "--", "cat", "/made-here").stdout == b"work\n"
         made.run("node", "stop")
-        made.run("stage", "drop", "precious")
+        assert made.json("stage", "drop", "precious", "nothing", code=1) == {"dropped": ["precious"]}
         made.run("store", "gc")
         assert made.json("store", "df")["chunks"] == 0
 
@@ -423,6 +459,10 @@ def test_a_store_elsewhere_can_be_looked_after(tmp_path: Path, layout: Path) -> 
         other.run("store", "gc", *elsewhere)
         assert other.json("store", "df", *elsewhere)["chunks"] == 0
         assert "no chunk store" in other.error("store", "gc", "--store", str(tmp_path / "nowhere"))
+        for words in (["image", "ls"], ["image", "verify", "box:v1"], ["store", "df"]):
+            said = other.error(*words, "--store", str(tmp_path / "server/home"))
+            assert "no chunk store" in said and f"{tmp_path}/server/home/store" in said
+        assert not (tmp_path / "server/home/packs").exists()
         assert not (tmp_path / "nowhere").exists()
 
 

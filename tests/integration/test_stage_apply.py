@@ -750,7 +750,8 @@ def test_the_command(tmp_path: Path) -> None:
         (workspace / "link").unlink()
         told = local.run("stage", "apply", "fix", code=1).stderr.decode()
         assert "conflict: b was changed on the host since the stage began\n" in told
-        assert f"pvisor: error: nothing was applied to {workspace}: b was changed" in told and "hint: " in told
+        assert f"pvisor: error: nothing was applied to {workspace}: 1 conflict\n" in told and "hint: " in told
+        assert told.count("was changed on the host") == 1
         said = local.json("stage", "apply", "fix", code=1)
         assert [conflict["path"] for conflict in said["conflicts"]] == ["b"] and said["applied"] == []
         assert (workspace / "a").read_text() == "a\n"
@@ -764,7 +765,8 @@ def test_the_command(tmp_path: Path) -> None:
             "added  n/m",
             "added  n/m/n",
         ]
-        assert local.run("stage", "apply", "fix", "a").stdout == b""
+        again = local.run("stage", "apply", "fix", "a")
+        assert (again.stdout, again.stderr) == (b"", b"nothing to apply\n")
         assert local.json("stage", "apply", "fix", "a")["applied"] == []
         assert "nowhere is neither in the workspace" in local.error("stage", "apply", "fix", "nowhere")
         local.run("stage", "drop", "fix")

@@ -68,14 +68,16 @@ def test_workspace_root_and_short_forms(local: Host, space: Path) -> None:
         assert names == b"bin\0file\0lib\0lib/main\0"
         for given in ("lib", "/workspace/src", str(space / "lib/main")):
             assert b"lib/main\n" in local.run("stage", "diff", "--name-only", "fix", given).stdout
-        assert local.run("stage", "diff", "fix", "nothing/of/this/name").stdout == b""
+        assert "neither in the workspace nor changed" in local.error("stage", "diff", "fix", "nothing/of/this/name")
+        assert "neither in the image nor changed" in local.error("stage", "diff", "--root", "fix", "nothing")
+        assert local.run("stage", "diff", "--root", "fix", "bin").stdout == b""
         assert "is not in the workspace" in local.error("stage", "diff", "fix", "../x")
         assert "-z goes with --name-only" in local.error("stage", "diff", "-z", "fix", code=2)
         assert local.run("stage", "diff", "--stat", "fix").stdout.decode().splitlines() == [
             " bin                  | Bin 0 -> 2 bytes",
             " file                 |   1 +",
-            " src => lib           |   0 renamed directory",
-            " src/main => lib/main |   0 renamed file",
+            " src => lib           | renamed directory",
+            " src/main => lib/main | renamed file",
             " 3 files changed, 1 insertion(+)",
         ]
         found = local.json("stage", "diff", "fix")

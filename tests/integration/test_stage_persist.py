@@ -134,7 +134,8 @@ def test_a_running_stage_is_joined_by_exec_only(local: Host) -> None:
         said = local.error("run", "--stage", "fix", IMAGE, "--", "true", code=125)
         assert "stage 'fix' is in use by process" in said and "pvisor stage exec fix -- CMD" in said
         said = local.error("stage", "drop", "fix")
-        assert "stage 'fix' is in use by process" in said
+        assert "stage 'fix' is in use by process" in said and "`pvisor stage drop --force fix`" in said
+        assert "exec" not in said
         assert local.run("stage", "exec", "fix", "--", "cat", "/dev/shm/x").stdout == b"mine\n"
         first.communicate(b"", timeout=20)
         assert first.returncode == 0

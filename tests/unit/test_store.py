@@ -420,7 +420,8 @@ def test_what_is_not_committed_gives_its_space_back(tmp_path: Path, monkeypatch:
     with pytest.raises(StoreFullError):
         store.flush()
     assert store.get(tail) == noise(100_000)
-    assert store.df().dead_bytes == pack_path(tmp_path, 1).stat().st_size - length > 100_000
+    assert pack_path(tmp_path, 1).stat().st_size - length > 100_000
+    assert store.df().dead_bytes == 0  # the writer may commit it yet
     with pytest.raises(StoreFullError):
         store.close()
     assert pack_path(tmp_path, 1).stat().st_size == length

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from imaged.errors import StoreBusyError
-from imaged.storelock import StoreLock, holders
+from imaged.storelock import StoreLock, _named, holders
 
 
 def test_many_share_it(tmp_path: Path) -> None:
@@ -27,6 +27,20 @@ def test_alone_excludes_and_is_excluded(tmp_path: Path) -> None:
         StoreLock.shared(tmp_path, wait_s=0.1)
     with StoreLock.exclusive(tmp_path):
         pass
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["/usr/bin/python3", "-m", "fuse.daemon", "--home", "/var/lib/pvisor"], "the node daemon"),
+        (["/usr/bin/python3", "/usr/bin/pvisor", "--json", "serve", "--listen", "0.0.0.0:1"], "pvisor serve"),
+        (["python3", "-c", "from cli.main import main; main()", "image", "verify", "x"], "pvisor image"),
+        (["/opt/a long path/to/some-backup", "--all", "x" * 80], "some-backup --all ..."),
+        ([], "unnamed"),
+    ],
+)
+def test_a_holder_goes_by_what_it_is(words: list[str], name: str) -> None:
+    assert _named(words) == name
 
 
 def test_holders_of_a_file_nobody_locks(tmp_path: Path) -> None:
