@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +16,7 @@ from stage.boundary.streams import Streams
 from stage.errors import StageMismatchError
 from stage.kept.cgroups import Limits
 from stage.kept.disposal import aside, at_once
-from stage.kept.stages import StageInfo, Stages
+from stage.kept.stages import Stage, StageInfo, Stages
 from stage.options import WORKSPACE, RunOptions
 
 
@@ -35,39 +36,24 @@ def run_image(
     that the stage was made for. `streams` are those of a program, in place of its own; it does not wait until what was
     dropped is removed, too. StageError, MountError.
     """
-    spec, limits = _spec(image, args, options), _limits(options)
+    spec = _spec(image, args, options)
     stages = Stages(config.stages)
     stages.sweep()
     disposal = at_once if streams is None else aside
     make = partial(stages.temporary, disposal=disposal) if stage is None else partial(stages.use, stage)
-    with (
-        using_image(config, image) as lower,
-        make(image=image.id, image_name=image.name, workspace=options.workspace) as held,
-    ):
-        spec = _beside_workspace(spec, held.info, options)
-        return launch.run(
-            lower,
-            spec,
-            held,
-            net=options.net,
-            interactive=options.interactive,
-            tty=options.tty,
-            streams=streams,
-            timeout_s=timeout_s,
-            limits=limits,
-        )
+    held = make(image=image.id, image_name=image.name, workspace=options.workspace)
+    return _run(config, image, spec, held, options, streams=streams, timeout_s=timeout_s)
 
 
 def exec_in_stage(config: Config, image: OpenImage, name: str, argv: Sequence[str], options: RunOptions) -> int:
     """Run `argv` in a stage: beside what runs there now, or alone over its retained writes. Returns the exit code."""
-    spec, limits = _spec(image, argv, options, entrypoint=False), _limits(options)
+    spec = _spec(image, argv, options, entrypoint=False)
     stages = Stages(config.stages)
     info = stages.get(name)
     stages.recover(name)
-    spec = _beside_workspace(spec, info, options)
     running = stages.running(name)
     if running is not None:
-        if limits.wanted():
+        if _limits(options).wanted():
             raise StageMismatchError(
                 f"stage {name!r} is running, and what runs in it has its limits already",
                 hint="leave out --memory, --cpus and --pids, or run the command when the stage is free",
@@ -78,19 +64,34 @@ def exec_in_stage(config: Config, image: OpenImage, name: str, argv: Sequence[st
                 hint="leave out --net, or run the command when the stage is free",
             )
         with using_image(config, image):  # for as long as this command: the one that mounted it may end before
+            spec = _beside_workspace(spec, info, options)
             return launch.join(running, stages.root / name, spec, interactive=options.interactive, tty=options.tty)
-    with (
-        using_image(config, image) as lower,
-        stages.use(name, image=info.image, image_name=info.image_name) as held,
-    ):
+    held = stages.use(name, image=info.image, image_name=info.image_name)
+    return _run(config, image, spec, held, options)
+
+
+def _run(
+    config: Config,
+    image: OpenImage,
+    spec: ProcessSpec,
+    making: AbstractContextManager[Stage],
+    options: RunOptions,
+    *,
+    streams: Streams | None = None,
+    timeout_s: float | None = None,
+) -> int:
+    """In a stage that nothing runs in."""
+    with using_image(config, image) as lower, making as held:
         return launch.run(
             lower,
-            spec,
+            _beside_workspace(spec, held.info, options),
             held,
             net=options.net,
             interactive=options.interactive,
             tty=options.tty,
-            limits=limits,
+            streams=streams,
+            timeout_s=timeout_s,
+            limits=_limits(options),
         )
 
 

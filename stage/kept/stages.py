@@ -132,8 +132,7 @@ class Stages:
         """
         path = self._path(name)
         wanted = record.new(name, image, image_name, workspace)
-        with self._exclusive():
-            lock_fd = self._lock(path, make=True)
+        lock_fd = self._hold(path, make=True)
         new = not any((path / part).exists() for part in ("stage.json", "upper", "workspace-upper"))
         try:
             _require_ended(path)
@@ -248,8 +247,8 @@ class Stages:
     def require_idle(self, name: str) -> None:
         """Raises StageBusyError when a command has the stage, or something of one still runs; StageNotFoundError."""
         path = self._existing(name)
-        with self._exclusive(), contextlib.suppress(FileNotFoundError):  # where no command ever was
-            _release(self._lock(path, make=False))
+        with contextlib.suppress(FileNotFoundError):  # where no command ever was
+            _release(self._hold(path, make=False))
         _require_ended(path)
 
     def settle(self, name: str) -> bool:
@@ -277,12 +276,11 @@ class Stages:
         self.sweep()
         path = self._existing(name)
         trash = self.root / f"{_TEMPORARY}{os.getpid()}-{os.urandom(4).hex()}"
-        with self._exclusive():
-            try:
-                lock_fd = self._lock(path, make=True)
-            except StageBusyError as error:
-                hint = f"end what runs in it first; `pvisor stage drop --force {name}` does both"
-                raise StageBusyError(error.message, hint=hint) from error
+        try:
+            lock_fd = self._hold(path, make=True)
+        except StageBusyError as error:
+            hint = f"end what runs in it first; `pvisor stage drop --force {name}` does both"
+            raise StageBusyError(error.message, hint=hint) from error
         try:
             _require_ended(path)
             left = _end_apply(path)
@@ -370,6 +368,18 @@ class Stages:
         finally:
             os.close(fd)
 
+    def _hold(self, path: Path, *, make: bool) -> int:
+        """The stage's lock. An init that is ending has it for a moment longer, so that is waited for, and nobody else
+        meanwhile."""
+        try:
+            with self._exclusive():
+                return self._lock(path, make=make)
+        except StageBusyError:
+            if running.find(path) is not None or not running.ended(path, _LET_GO_S):
+                raise
+        with self._exclusive():
+            return self._lock(path, make=make)
+
     def _lock(self, path: Path, *, make: bool) -> int:
         try:
             if make:
@@ -380,7 +390,7 @@ class Stages:
         except OSError as error:
             raise StageSetupError(f"stage {path}: {error.strerror}", hint=_space_hint(error)) from error
         try:
-            _flock(fd, path)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(fd)
             init = running.find(path)
@@ -435,16 +445,6 @@ def _is_one_directory(one: str | None, other: str | None) -> bool:
         return one is not None and other is not None and os.path.samefile(one, other)  # noqa: PTH121
     except OSError:
         return False
-
-
-def _flock(fd: int, path: Path) -> None:
-    """The stage's lock. An init that is ending has it for a moment longer, so that is waited for. OSError."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        if running.find(path) is not None or not running.ended(path, _LET_GO_S):
-            raise
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _release(lock_fd: int) -> None:
