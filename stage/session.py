@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 
 from fuse.imagemount import using_image
@@ -99,7 +98,7 @@ def _beside_workspace(spec: ProcessSpec, stage: StageInfo, options: RunOptions) 
     """A workspace is what the command is about, so it starts there unless told otherwise."""
     if stage.workspace is None or options.workdir is not None:
         return spec
-    return replace(spec, workdir=WORKSPACE)
+    return spec._replace(workdir=WORKSPACE)
 
 
 def _limits(options: RunOptions) -> Limits:

@@ -20,9 +20,8 @@ import sys
 import termios
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from fuse import linux
 from imaged.errors import PvisorError
@@ -56,8 +55,7 @@ _UNFETCHED_MESSAGE = "the image's bytes could not be fetched"
 _UNFETCHED_HINT = "see if the server answers, and pvisor node status; node.log in PVISOR_RUN has the reason"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Descriptors:
+class Descriptors(NamedTuple):
     """Where the workload's stdin, stdout and stderr come from; None is /dev/null. With a terminal, it is all three."""
 
     stdin: int | None
@@ -66,8 +64,7 @@ class Descriptors:
     terminal: HostTerminal | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Startup:
+class Startup(NamedTuple):
     """What the fork needs: the workload, how to get into its namespaces, and the channel back to the caller."""
 
     spec: ProcessSpec
@@ -97,7 +94,8 @@ def _serve(startup: Startup) -> int:
     terminal_fd = _isolate(startup)
     startup.enter()
     identity = users.lookup(startup.spec.user, rootfs.read_text("/etc/passwd"), rootfs.read_text("/etc/group"))
-    spec = replace(startup.spec, env={"HOME": identity.home, **startup.spec.env}, workdir=_workdir(startup.spec))
+    env = {"HOME": identity.home, **startup.spec.env}
+    spec = startup.spec._replace(env=env, workdir=_workdir(startup.spec))
     slave = _terminal(startup, identity.uid)
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     last = int(rootfs.read_text("/proc/sys/kernel/cap_last_cap") or b"40")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from stage.errors import StageSetupError
 
@@ -13,8 +12,7 @@ DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 DEFAULT_TERM = "xterm"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessSpec:
+class ProcessSpec(NamedTuple):
     """A command and its surroundings, all as seen inside the stage.
 
     `user` is still text (`""`, `name`, `uid`, either with `:group`): only the stage's own /etc/passwd, which earlier

@@ -12,8 +12,8 @@ import socket
 import stat
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from fuse import linux
 from stage.boundary.overlay import OVER_WORKSPACE, mount_overlay
@@ -45,8 +45,7 @@ _TEXT_LIMIT_BYTES = 1 << 20
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostParts:
+class HostParts(NamedTuple):
     """What the stage gets from the host: a mount that is attached nowhere yet, and the text of files to copy."""
 
     workspace: int | None

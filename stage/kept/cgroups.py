@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stage.errors import StageBusyError, StageSetupError
 from stage.kept import hierarchy, running
@@ -54,8 +54,7 @@ class Limits:
         return {name: value for name, value in values.items() if value is not None}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class Group(NamedTuple):
     """The cgroups of a stage, opened, so that they are at hand whatever the root is. None of them without limits."""
 
     limits: Limits = Limits()

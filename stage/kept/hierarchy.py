@@ -11,8 +11,8 @@ import errno
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from stage.errors import StageSetupError
 
@@ -22,8 +22,7 @@ OF_SWAP = ("memory.swap.max", "memory.memsw.limit_in_bytes")
 _INHERITED = ("memory.max", "memory.swap.max", "cpu.max", "pids.max")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Place(NamedTuple):
     """A directory that takes new cgroups with these controllers; `inherited` is what to write into their files."""
 
     directory: Path

@@ -8,16 +8,15 @@ import os
 import select
 import signal
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _NAME = "init"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PF_EXITING = 0x4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Init:
+class Init(NamedTuple):
     """A running init, told from a later process with the same pid by its start time (clock ticks since boot)."""
 
     pid: int

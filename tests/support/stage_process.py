@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -57,12 +57,18 @@ class Host:
                     process.kill()
 
 
+class Commands(Protocol):
+    """Makes command lines."""
+
+    def command(self, options: Sequence[str], command: Sequence[str]) -> list[str]: ...
+
+
 class Terminal:
     """A host terminal with a runner in its foreground, which is the first process of the session, or a child of a shell
     (`under_shell`) as for a user: the end of the first one hangs up the terminal.
     """
 
-    def __init__(self, host: Host, options: Sequence[str], *command: str, under_shell: bool = False) -> None:
+    def __init__(self, host: Commands, options: Sequence[str], *command: str, under_shell: bool = False) -> None:
         self.output = b""
         shell = ["/bin/sh", "-c", '"$@"; echo "status $?"; sleep 30', "sh"] if under_shell else []
         words = [*shell, *host.command(options, command)]
