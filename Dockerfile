@@ -1,4 +1,5 @@
-# The chunk server, and the whole command: a worker runs it privileged with /dev/fuse and /var/lib/pvisor from the host.
+# The chunk server, and the whole command: a worker runs it privileged with /dev/fuse and /var/lib/pvisor from the host,
+# with /dev/kvm for fast VMs. A kernel for those is PVISOR_KERNEL, or comes at the first boot after `apt-get update`.
 FROM debian:12-slim AS build
 RUN apt-get update \
     && apt-get install -y --no-install-recommends python3 python3-venv \
@@ -21,6 +22,7 @@ RUN /build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . \
 FROM debian:12-slim
 RUN apt-get update \
     && apt-get install -y --no-install-recommends python3 fuse3 libfuse3-3 mount diffutils ca-certificates \
+        qemu-system-x86 qemu-utils busybox-static perl-base e2fsprogs \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/pvisor /opt/pvisor
 ENV PATH=/opt/pvisor/bin:$PATH PVISOR_HOME=/var/lib/pvisor

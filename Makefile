@@ -4,14 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 IMAGE ?=
 
-# What a worker needs, what the demo adds, what the tests and benchmarks add.
+# What a worker needs, what one with VMs adds, what the demo, the tests and the benchmarks add.
 RUN_PACKAGES := python3 python3-venv fuse3 libfuse3-3 mount diffutils
+VM_PACKAGES := qemu-system-x86 qemu-utils busybox-static perl-base e2fsprogs
 DEMO_PACKAGES := mmdebstrap skopeo umoci docker-registry ca-certificates
-TEST_PACKAGES := erofs-utils attr acl busybox-static e2fsprogs podman runc openssl apache2-utils \
-	qemu-system-x86 git patch libseccomp2
+TEST_PACKAGES := $(VM_PACKAGES) erofs-utils attr acl podman runc openssl apache2-utils git patch libseccomp2
 BENCH_PACKAGES := casync curl zstd bubblewrap crun
 
-.PHONY: demo test quick lint format bench lock clean run-packages demo-packages test-packages bench-packages
+.PHONY: demo test quick lint format bench lock clean run-packages vm-packages demo-packages test-packages bench-packages
 
 demo: $(VENV)/ready demo-packages
 	@$(COMPILE)
@@ -40,9 +40,14 @@ bench: $(VENV)/ready demo-packages test-packages bench-packages
 	$(BIN)/python -m bench.read
 	$(BIN)/python -m bench.launchers
 	$(BIN)/python -m bench.stage
+	$(BIN)/python -m bench.vm
+	$(BIN)/python -m bench.agent
 
 run-packages:
 	@scripts/packages.sh $(RUN_PACKAGES)
+
+vm-packages:
+	@scripts/packages.sh $(VM_PACKAGES)
 
 demo-packages:
 	@scripts/packages.sh $(DEMO_PACKAGES)
@@ -57,7 +62,7 @@ bench-packages:
 INSTALL := $(BIN)/pip install -q --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
 
 # Python compiles modules on first use, unless PYTHONDONTWRITEBYTECODE says not to: then every start would.
-COMPILE := $(BIN)/python -m compileall -q imaged fuse stage cli
+COMPILE := $(BIN)/python -m compileall -q imaged fuse stage vmm cli
 
 $(VENV)/ready: requirements-dev.lock pyproject.toml | run-packages
 	@echo "setting up $(VENV)" >&2

@@ -50,7 +50,7 @@ class Settings:
 
     def emit(self, document: Any, text: str | Callable[[], str]) -> None:
         """The result on stdout: the document with --json, the text otherwise. OutputError."""
-        shown = json.dumps(document) if self.json_output else text() if callable(text) else text
+        shown = json.dumps(document) if self.json_output else printable(text() if callable(text) else text)
         if not shown:
             return
         with writing():
@@ -136,13 +136,23 @@ def log_to_stderr(level: str = "ERROR") -> None:
     logging.basicConfig(format="pvisor: %(levelname)s: %(message)s", level=level)
 
 
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if code not in (0x09, 0x0A)}
+
+
+def printable(text: str) -> str:
+    """What may go to a terminal: names, messages and records come from servers and guests, and a control character of
+    theirs would command it. Tabs and line ends stay."""
+    return text.translate(_CONTROLS)
+
+
 def warn(message: str) -> None:
     """A line on stderr about something that did not stop the command."""
-    print(f"pvisor: warning: {message}", file=sys.stderr)
+    print(f"pvisor: warning: {printable(message)}", file=sys.stderr)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns of text, two spaces apart."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -182,7 +192,7 @@ class ProgressLine:
         self._drawn_at = 0.0
 
     def start(self, step: str, total_bytes: int | None) -> None:
-        self._step, self._done, self._total = step, 0, total_bytes
+        self._step, self._done, self._total = printable(step), 0, total_bytes
         self._draw()
 
     def advance(self, byte_count: int) -> None:
@@ -192,7 +202,7 @@ class ProgressLine:
 
     def _draw(self) -> None:
         self._drawn_at = time.monotonic()
-        line = f"{self._step}  {human_bytes(self._done)}"
+        line = f"{self._step}  {human_bytes(self._done)}" if self._done else self._step
         if self._total:
             filled = min(self.BAR_WIDTH, self.BAR_WIDTH * self._done // self._total)
             bar = f"[{'#' * filled:{self.BAR_WIDTH}}]"

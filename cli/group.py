@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from cli import startup
-from cli.common import Settings, log_to_stderr, writing
+from cli.common import Settings, log_to_stderr, printable, writing
 from imaged.errors import PvisorError
 
 # Command name -> module that defines it (imported only when it is called), and the line `pvisor --help` shows.
@@ -28,6 +28,8 @@ COMMANDS = {
     "umount": ("cli.run", "Unmount what `mount` mounted."),
     "run": ("cli.run", "Run a process in an image."),
     "stage": ("cli.stage", "Work with stages that were kept."),
+    "vm": ("cli.vm", "Run, park, resume and fork virtual machines."),
+    "snapshot": ("cli.snapshot", "Look after snapshots of virtual machines."),
     "store": ("cli.store", "Look after the chunk store."),
     "node": ("cli.node", "Start, stop and ask the host's node daemon."),
     "doctor": ("cli.doctor", "Check what this host can do."),
@@ -81,7 +83,7 @@ class LazyGroup(click.Group):
 @click.version_option(package_name="pvisor", prog_name="pvisor")
 @click.pass_context
 def cli(ctx: click.Context, server: str | None, json_output: bool, verbose: bool) -> None:
-    """Lazy images and staged processes from one chunk store.
+    """Lazy images, staged processes and virtual machines from one chunk store.
 
     \b
     Examples:
@@ -89,6 +91,7 @@ def cli(ctx: click.Context, server: str | None, json_output: bool, verbose: bool
       pvisor serve --listen 0.0.0.0:7878                 give it to other hosts
       pvisor pull --lazy debian:12 --server http://store:7878
       pvisor run debian:12 -- sh -c 'cat /etc/os-release'
+      pvisor vm run debian:12 -- uname -a                in a virtual machine
     """
     ctx.obj = Settings(server=server, json_output=json_output, verbose=verbose)
 
@@ -152,6 +155,6 @@ def _message(error: PvisorError | OSError) -> str:
 
 def report(message: str, hint: str) -> None:
     """The error lines every command ends with when it fails."""
-    print(f"pvisor: error: {message}", file=sys.stderr)
+    print(f"pvisor: error: {printable(message)}", file=sys.stderr)
     if hint:
-        print(f"hint: {hint}", file=sys.stderr)
+        print(f"hint: {printable(hint)}", file=sys.stderr)

@@ -11,7 +11,7 @@ import click
 
 from cli.common import Settings, age, human_bytes, progress, store_options, table, warn
 from imaged import catalog
-from imaged.errors import ChunkError, FormatError, InvalidNameError, NotFoundError
+from imaged.errors import ChunkError, FormatError, NotFoundError
 from imaged.names import ImageName
 from imaged.reach import Marker
 from imaged.record import ImageRecord
@@ -150,12 +150,9 @@ def _local_images(settings: Settings) -> list[dict[str, Any]]:
 
 
 def _remote_images(settings: Settings) -> list[dict[str, Any]]:
-    from imaged.acquire import command_upstream
+    from imaged.acquire import command_upstream, require_server
 
-    server = settings.config.server
-    if server is None:
-        raise InvalidNameError("no server is set", hint="give --server URL or set PVISOR_SERVER")
-    with command_upstream(server) as upstream:
+    with command_upstream(require_server(settings.config)) as upstream:
         return [
             describe(
                 found.name,
@@ -252,13 +249,7 @@ def verify(settings: Settings, name: str) -> int:
         entry = catalog.find(store, name)
         report = verify_image(store, entry, line)
     document = {"name": entry.name, "id": str(entry.ref.record), "sound": report.sound, **asdict(report)}
-
-    def text() -> str:
-        absent = f", {report.absent} are not here yet" if report.lazy else f", {report.absent} missing"
-        counts = f"{report.verified} of {report.chunks} chunks verified{absent if report.absent else ''}"
-        return "\n".join([*(f"corrupt: chunk {chunk}" for chunk in report.corrupt), f"{entry.name}: {counts}"])
-
-    settings.emit(document, text)
+    settings.emit(document, lambda: report.text(entry.name))
     return 0 if report.sound else 1
 
 

@@ -35,6 +35,15 @@ def fills(documents: dict[str, dict[str, Any]]) -> str:
     return table(["FILL", "STATE", "CHUNKS HERE", "BYTES FETCHED", "REASON"], rows)
 
 
+def counters(documents: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """A row for each image or snapshot."""
+    columns = ("reads", "hits", "requests", "fetched_chunks")
+    return [
+        [image["name"], *(str(image[column]) for column in columns), human_bytes(image["fetched_bytes"])]
+        for image in documents.values()
+    ]
+
+
 @node.command(short_help="Start the daemon.")
 @command_options
 def start(settings: Settings) -> None:
@@ -86,16 +95,18 @@ def status(settings: Settings) -> int:
         settings.emit({"running": False, "images": {}}, "node daemon is not running")
         return 1
     document = {"running": True, **running.status()}
-    columns = ("reads", "hits", "requests", "fetched_chunks")
 
     def text() -> str:
-        rows = [
-            [image["name"], *(str(image[column]) for column in columns), human_bytes(image["fetched_bytes"])]
-            for image in document["images"].values()
-        ]
+        rows = counters(document["images"])
         header = ["IMAGE", "READS", "HITS", "REQUESTS", "CHUNKS FETCHED", "BYTES FETCHED"]
-        shown = f"node daemon runs, pid {document['pid']}\n" + table(header, rows)
-        return f"{shown}\n\n{fills(document['fills'])}" if document["fills"] else shown
+        parts = [f"node daemon runs, pid {document['pid']}\n" + table(header, rows)]
+        if document["snapshots"]:
+            parts.append(table(["SNAPSHOT", *header[1:]], counters(document["snapshots"])))
+        if document["fills"]:
+            parts.append(fills(document["fills"]))
+        if document["vms"]:
+            parts.append(f"VMs that run: {', '.join(document['vms'])}")
+        return "\n\n".join(parts)
 
     settings.emit(document, text)
     return 0

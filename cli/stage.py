@@ -11,8 +11,9 @@ from typing import Any
 
 import click
 
+from cli.arguments import OPTIONS_FIRST, own_command
 from cli.common import Settings, age, command_options, human_bytes, output_options, table, warn, writing
-from cli.run import OPTIONS_FIRST, open_image, own_command, process_options
+from cli.run import open_image, process_options
 from stage.errors import ApplyConflictError, StageBusyError, StageSetupError
 from stage.kept.cgroups import Limits
 from stage.kept.stages import Stages

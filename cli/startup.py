@@ -22,7 +22,20 @@ else:
 INTERRUPTED = 130
 
 
-class _LaterInspect(ModuleType):
+class _Later(ModuleType):
+    """A module that others import at once and few use: it is itself imported when something in it is looked up."""
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):  # the import system looks
+            raise AttributeError(name)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        module = __import__(self.__name__)
+        self.__dict__.update(module.__dict__)
+        return getattr(module, name)
+
+
+class _LaterInspect(_Later):
     """`inspect`, which click and dataclasses import with all that reads source code: a tenth of a start.
 
     `cleandoc` is what click asks for each option's help. Whoever looks up anything else gets the module itself.
@@ -35,14 +48,12 @@ class _LaterInspect(ModuleType):
         assert callable(cleandoc)
         return str(cleandoc(doc))
 
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):  # the import system looks
-            raise AttributeError(name)
-        if sys.modules.get("inspect") is self:
-            del sys.modules["inspect"]
-        module = __import__("inspect")
-        self.__dict__.update(module.__dict__)
-        return getattr(module, name)
+
+class _LaterPlatform(_Later):
+    """`platform`, which `uuid` asks for the system when click imports it."""
+
+    def system(self) -> str:
+        return os.uname().sysname
 
 
 class _Exit:
@@ -62,6 +73,8 @@ def begin() -> None:
     _plug_standard_streams()
     gc.disable()  # imports make no garbage, but enough objects to look for it a hundred times
     sys.modules.setdefault("inspect", _LaterInspect("inspect"))
+    sys.modules.setdefault("platform", _LaterPlatform("platform"))
+    sys.modules.setdefault("ipaddress", _Later("ipaddress"))  # of urllib.parse, which pathlib imports
 
 
 def done() -> None:

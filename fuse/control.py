@@ -142,7 +142,10 @@ class ControlServer:
                 hint="`pvisor node stop`, then try again",
             )
         if request.get("op") not in (*self._operations, *self._waiting):
-            raise NodeError(f"the node daemon knows no operation {request.get('op')!r}", hint="")
+            raise NodeError(
+                f"the node daemon (pid {pid}) knows no operation {request.get('op')!r}: it is of another version",
+                hint="`pvisor node stop`, then try again",
+            )
         if request["op"] != "status" and request.get("home") != home:
             raise NodeError(
                 f"the node daemon (pid {pid}) uses PVISOR_HOME {home}, this command {request.get('home')}",

@@ -13,12 +13,14 @@ from imaged.errors import PvisorError
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing a host needs: whether it is there, what was found, what to do when it is not."""
+    """One thing a host needs: whether it is there, what was found, what to do when it is not. Without one that is
+    `optional` most of pVisor works."""
 
     name: str
     ok: bool
     detail: str
     hint: str = ""
+    optional: bool = False
 
 
 def examine(config: Config) -> list[Check]:

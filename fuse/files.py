@@ -11,7 +11,7 @@ from typing import Any
 from fuse.readahead import Prefetcher, Runs
 from fuse.recorder import Recording
 from imaged.blockimage import BlockImage
-from imaged.errors import ChunkMissingError, FormatError, NotFoundError
+from imaged.errors import ChunkMissingError, FormatError, NotFoundError, PvisorError
 from imaged.fetch import Fetcher, FetchingReader, Tally
 from imaged.ids import ChunkId
 
@@ -22,11 +22,14 @@ _IDLE_FILES = 64
 
 @dataclass(frozen=True, slots=True)
 class ImageUse:
-    """What reading one image cost since the daemon started. `name` is how it was asked for last."""
+    """What reading one image cost since the daemon started. `name` is how it was asked for last. `snapshot`: it is the
+    memory, disk and device state of one.
+    """
 
     id: ChunkId
     name: str
     tally: Tally
+    snapshot: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, **self.tally.to_dict()}
@@ -34,7 +37,8 @@ class ImageUse:
 
 @dataclass(slots=True, eq=False)
 class BlockFile:
-    """One file. `handles` counts who has it open; guarded by the table's lock."""
+    """One file. `handles` counts who has it open; guarded by the table's lock. `failed`: a chunk could not be had for a
+    read since somebody looked."""
 
     image: BlockImage
     reader: FetchingReader
@@ -42,6 +46,7 @@ class BlockFile:
     prefetcher: Prefetcher
     handles: int = 0
     recording: Recording | None = None
+    failed: bool = False
     runs: Runs = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,7 +65,11 @@ class BlockFile:
         ahead = self.runs.note(offset, length)
         if ahead is not None:
             self.prefetcher.start(self._bring, *ahead)
-        data = self.image.read(offset, length)
+        try:
+            data = self.image.read(offset, length)
+        except PvisorError:
+            self.failed = True
+            raise
         expected = max(0, min(length, self.size_bytes - offset))
         if len(data) != expected:
             where = f"read of {self.image.id} at {offset}"
@@ -89,15 +98,16 @@ class BlockFiles:
         self._handles: dict[int, BlockFile] = {}
         self._numbers = itertools.count(1)
         self._uses: dict[ChunkId, ImageUse] = {}
+        self._memories: set[ChunkId] = set()
 
-    def use(self, image: ChunkId, name: str, spent: Tally | None = None) -> ImageUse:
+    def use(self, image: ChunkId, name: str, spent: Tally | None = None, *, snapshot: bool = False) -> ImageUse:
         """The counters of an image, under the name it has now. `spent` is what opening it has cost; for an image that
         is new here it becomes its counters, so that they also have what opening still costs in the background."""
         with self._lock:
             held = self._uses.get(image)
             if held is None or held.name != name:
                 tally = held.tally if held is not None else spent or Tally()
-                held = self._uses[image] = ImageUse(image, name, tally)
+                held = self._uses[image] = ImageUse(image, name, tally, snapshot)
         if spent is not None and held.tally is not spent:
             held.tally.count(**spent.to_dict())
         return held
@@ -115,6 +125,19 @@ class BlockFiles:
                 self._files[block_image] = fresh
                 return fresh
             return held
+
+    def map_as_memory(self, block_image: ChunkId) -> None:
+        """From now on this is a machine's memory: a file that may be opened for writing, which nobody can do."""
+        self._memories.add(block_image)
+
+    def is_memory(self, name: str) -> bool:
+        """Whether `map_as_memory` was called for the file of this name."""
+        return ChunkId.is_id(name) and ChunkId.parse(name) in self._memories
+
+    def held(self, block_image: ChunkId) -> BlockFile | None:
+        """The file if it is at hand."""
+        with self._lock:
+            return self._files.get(block_image)
 
     def lookup(self, name: str) -> BlockFile:
         """NotFoundError when this names no block image; UpstreamError, StoreError, ChunkCorruptError when one can not
@@ -162,11 +185,11 @@ class BlockFiles:
         with self._lock:
             return [str(block_image) for block_image in self._files]
 
-    def status(self) -> dict[str, dict[str, Any]]:
-        """By image id: name and counters."""
+    def status(self, *, snapshots: bool = False) -> dict[str, dict[str, Any]]:
+        """By image id, or by snapshot id: name and counters."""
         with self._lock:
             uses = list(self._uses.values())
-        return {str(use.id): use.to_json() for use in uses}
+        return {str(use.id): use.to_json() for use in uses if use.snapshot is snapshots}
 
     def close(self) -> None:
         """Stop reading ahead."""

@@ -6,57 +6,31 @@ import contextlib
 import select
 import socket
 import time
-from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 from fuse import protocol, rundir
 from fuse.errors import NodeError
+from fuse.opened import OpenImage, OpenSnapshot
 from imaged.config import Config
 from imaged.errors import FormatError
 
+__all__ = [
+    "Node",
+    "OpenImage",
+    "OpenSnapshot",
+    "Opening",
+    "begin_open",
+    "check_snapshot",
+    "connect",
+    "ensure",
+    "open_image",
+    "open_snapshot",
+    "stop",
+]
 _CONNECT_S = 10.0
 _STATUS_S = 10.0
 _OPEN_S = 600.0
 """Opening an image may pull it first, and its server may be slow."""
-
-
-class OpenImage(NamedTuple):
-    """An image whose metadata is in a local file and whose data the daemon serves.
-
-    `id` is the image's id, `data_id` its data block image (both 64 hex digits; the types that check them would cost
-    the hot path an import). `config` is the `config` object of the OCI image configuration.
-    """
-
-    id: str
-    name: str
-    config: dict[str, Any]
-    platform: str
-    metadata_path: Path
-    data_id: str
-    data_path: Path
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "name": self.name,
-            "config": self.config,
-            "platform": self.platform,
-            "metadata_path": str(self.metadata_path),
-            "data_id": self.data_id,
-            "data_path": str(self.data_path),
-        }
-
-    @classmethod
-    def from_json(cls, document: dict[str, Any]) -> Self:
-        return cls(
-            id=document["id"],
-            name=document["name"],
-            config=document["config"],
-            platform=document["platform"],
-            metadata_path=Path(document["metadata_path"]),
-            data_id=document["data_id"],
-            data_path=Path(document["data_path"]),
-        )
 
 
 class Node:
@@ -77,6 +51,23 @@ class Node:
         """As `open_image`, while the caller does something else. NodeError."""
         return Opening(_Call(self.config, "open", _OPEN_S, {"name": name, "server": server, "start": start}))
 
+    def open_snapshot(self, name: str, *, server: str | None = None) -> OpenSnapshot:
+        """Make a snapshot ready to be restored: by name, id, or the start of an id. Nothing is mounted.
+
+        What its memory's first run touched is on its way when this returns; when none was recorded, the next one is.
+        `server` is where its image comes from when nothing here says it. NodeError names what is missing or damaged of
+        what a restore begins with: the record, device state, maps of memory and disk, and the image's metadata.
+        """
+        return OpenSnapshot.from_json(self._ask("open_snapshot", _OPEN_S, name=name, server=server))
+
+    def check_snapshot(self, name: str) -> None:
+        """Return when the memory that a machine touches first, going on from this snapshot, was had and verified.
+
+        NodeError names the chunk that nobody has, or has whole. As `open_snapshot` began with it, there is little to
+        wait for by the time QEMU is ready.
+        """
+        self._ask("check_snapshot", _OPEN_S, name=name)
+
     def pull(self, name: str, *, server: str) -> dict[str, Any]:
         """As `open_image`, after asking the server what the name means now: `id` and full `name`, and what that cost.
 
@@ -92,8 +83,8 @@ class Node:
         self._ask("fill", _OPEN_S, image=image, bytes_per_s=bytes_per_s)
 
     def status(self) -> dict[str, Any]:
-        """pid, uptime_s, server, home, mount, `images` (by image id its name and counters) and `fills` (by image id its
-        name, state, chunks, present_chunks, counters and error)."""
+        """pid, uptime_s, server, home, mount, `images` (by image id its name and counters), `fills` (by image id its
+        name, state, chunks, present_chunks, counters and error) and `vms` (the name of each that runs on this host)."""
         return self._ask("status", _STATUS_S)
 
     def stop(self) -> None:
@@ -196,6 +187,22 @@ def begin_open(config: Config, name: str, *, server: str | None = None, start: b
 def open_image(config: Config, name: str, *, server: str | None = None, start: bool = False) -> OpenImage:
     """`Node.open_image` at the daemon, which is started when there is none. NodeError."""
     return begin_open(config, name, server=server, start=start).wait()
+
+
+def open_snapshot(config: Config, name: str, *, server: str | None = None) -> OpenSnapshot:
+    """`Node.open_snapshot` at the daemon, which is started when there is none. NodeError."""
+    connection = _reached(config)
+    if connection is None:
+        return ensure(config).open_snapshot(name, server=server)
+    with contextlib.closing(
+        _Call(config, "open_snapshot", _OPEN_S, {"name": name, "server": server}, connection)
+    ) as call:
+        return OpenSnapshot.from_json(call.result())
+
+
+def check_snapshot(config: Config, name: str) -> None:
+    """`Node.check_snapshot` at the daemon that opened it. NodeError."""
+    Node(config).check_snapshot(name)
 
 
 def connect(config: Config) -> Node | None:

@@ -6,10 +6,11 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 from fuse import rundir
-from fuse.files import BlockFiles
+from fuse.files import BlockFile, BlockFiles
 from fuse.metadata import MetadataFiles
 from fuse.node import OpenImage
 from fuse.recorder import Recorder
@@ -38,6 +39,15 @@ class _Found(NamedTuple):
     lacking: bool
 
 
+class _Seen(IntEnum):
+    """How far an image has come in this daemon; one that was never opened has no such state."""
+
+    FOLLOWED = 1
+    """The chunks of its profile are on their way, or here."""
+    MOUNTED = 2
+    """And somebody was to mount it."""
+
+
 class Opener:
     """Threads may share it; requests for one name take turns, so that it is pulled once.
 
@@ -52,15 +62,14 @@ class Opener:
         self._lock = threading.Lock()
         self._pulled: dict[str, _Found] = {}
         self._turns: dict[str, tuple[threading.Lock, int]] = {}
-        self._started: set[ChunkId] = set()
-        self._mounted: set[ChunkId] = set()
+        self._seen: dict[ChunkId, _Seen] = {}
         self._asked = False
         self._metadata = MetadataFiles(config.metadata, spare=rundir.metadata_path(config))
-        self._recorder = Recorder(fetcher)
+        self.recorder = Recorder(fetcher)
 
     def close(self) -> None:
         """Nothing is opened any more, and nothing read. What was recorded is kept."""
-        self._recorder.close()
+        self.recorder.close()
         self._metadata.close()
 
     def open(self, name: str, *, server: str | None, start: bool = False) -> OpenImage:
@@ -90,10 +99,22 @@ class Opener:
         with _started() as ahead:
             return self._open(found, ahead, start)
 
+    def open_resting(self, name: str, *, server: str | None) -> OpenImage:
+        """As `open`, for a machine that goes on with it: what a start touches is in its memory, and is not fetched."""
+        found = self._find(name)
+        if found is None:
+            return self.open(name, server=server)
+        return self._laid_out(found, Tally())[0]
+
+    def open_resting_here(self, name: str) -> OpenImage | None:
+        """As `open_resting` when that needs no server, else None."""
+        found = self._find(name)
+        return self._laid_out(found, Tally())[0] if found is not None and self._is_here(found) else None
+
     def _open(self, found: _Found, ahead: Ahead, start: bool) -> OpenImage:
         """An image that is known."""
         tally = Tally()
-        if found.record.data not in self._started:
+        if found.record.data not in self._seen:
             if found.lacking:
                 follow(self._fetcher, found.id, found.record.data, tally, ahead)
             else:
@@ -102,7 +123,7 @@ class Opener:
 
     def _is_here(self, found: _Found) -> bool:
         """Whether a mount needs nothing more of it."""
-        if found.record.data in self._started or not found.lacking:
+        if found.record.data in self._seen or not found.lacking:
             return True
         store = self._fetcher.store
         try:
@@ -128,20 +149,25 @@ class Opener:
 
     def _ready(self, found: _Found, tally: Tally, start: bool | None) -> OpenImage:
         """Everything that a mount needs is in place. `start` is None for one that nobody mounts yet."""
+        image, file = self._laid_out(found, tally)
+        data = found.record.data
+        with self._lock:
+            before = self._seen.get(data)
+            if before is not _Seen.MOUNTED:
+                self._seen[data] = _Seen.FOLLOWED if start is None else _Seen.MOUNTED
+        if start is False:
+            self.recorder.leave(file)
+        elif start and before is not _Seen.MOUNTED:
+            self.recorder.watch(found.id, file)
+        return image
+
+    def _laid_out(self, found: _Found, tally: Tally) -> tuple[OpenImage, BlockFile]:
+        """With the metadata in a file, and the file of the data ready."""
         use = self._files.use(found.id, found.name, tally)
         reader = self._fetcher.reader(found.record.metadata, use.tally)
         path = self._metadata.file(str(found.record.metadata), lambda: read_blob(reader, found.record.metadata))
         file = self._files.assign(found.record.data, use.tally)
-        with self._lock:
-            first = found.record.data not in self._mounted
-            self._started.add(found.record.data)
-            if start is not None:
-                self._mounted.add(found.record.data)
-        if start is False:
-            self._recorder.leave(file)
-        elif start and first:
-            self._recorder.watch(found.id, file)
-        return OpenImage(
+        image = OpenImage(
             id=str(found.id),
             name=found.name,
             config=found.record.config,
@@ -150,6 +176,7 @@ class Opener:
             data_id=str(found.record.data),
             data_path=self._config.blocks / str(found.record.data),
         )
+        return image, file
 
     def _find(self, name: str) -> _Found | None:
         """In the local store; None when it is not there, or its record is lost."""

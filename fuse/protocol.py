@@ -1,6 +1,7 @@
 """What a command and the node daemon say to each other: one JSON object on one line each way, over a unix socket.
 
-    request   {"op": "open" | "pull" | "fill" | "status", "protocol": 2, "home": "/var/lib/pvisor", ...its own fields}
+    request   {"op": "open" | "pull" | "fill" | "open_snapshot" | "check_snapshot" | "status", "protocol": 2,
+               "home": "/var/lib/pvisor", ...its own fields}
     answer    {"ok": true, "result": {...}}  or  {"ok": false, "error": "...", "hint": "..."}
 
 One connection carries one request. The socket and its directory belong to one user, who is the only one to connect.

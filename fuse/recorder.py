@@ -1,4 +1,5 @@
-"""Recording what a process touches when it starts in an image, for the next host that starts one.
+"""Recording what a process touches when it starts in an image, for the next host that starts one; and what a virtual
+machine touches when it goes on from a snapshot.
 
 A run is recorded when it is the first of its image in this daemon: the kernel's page cache has nothing of it then, so
 that every first touch is a read here. One that goes on to read as much as no start needs is not kept: it was a search,
@@ -13,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,9 @@ SMALL_BYTES = 4 << 20
 """Stored bytes that a start may always need: an image may be one program."""
 MOST_OF_IMAGE = 3
 """A run that reads more than the third part of its image's disk is none that only starts."""
+MEMORY_LONGEST_S = 10.0
+MEMORY_BYTES = 64 << 20
+"""Of memory that counts as touched first: as much as `fuse.workingset` takes."""
 _OFFER_S = 5.0
 _END_S = 10.0
 
@@ -45,6 +49,7 @@ class Recording:
     """The reads of one block image from the first one on. Threads may share it."""
 
     __slots__ = ("_begun", "_disk_bytes", "_reads", "_seen", "due_s", "file", "image", "started_s")
+    longest_s = LONGEST_S
 
     def __init__(self, image: ChunkId, file: BlockFile, begun: Callable[[Recording], None]) -> None:
         """`begun` is called at the first read, or rarely at the first few."""
@@ -63,6 +68,11 @@ class Recording:
         if len(reads) < READ_LIMIT:
             reads.append((offset, length))
 
+    @property
+    def reads(self) -> Sequence[tuple[int, int]]:
+        """Offset and length of what was read until now, in order, some of it more than once."""
+        return list(self._reads)
+
     def start(self, now_s: float) -> None:
         """Begin to look for quiet."""
         self.started_s, self.due_s, self._seen = now_s, now_s + QUIET_S, 0
@@ -72,7 +82,7 @@ class Recording:
         if now_s < self.due_s:
             return False
         count = len(self._reads)
-        if count == self._seen or now_s - self.started_s >= LONGEST_S or self.is_too_much():
+        if count == self._seen or now_s - self.started_s >= self.longest_s or self.is_too_much():
             return True
         self._seen, self.due_s = count, now_s + QUIET_S
         return False
@@ -105,6 +115,34 @@ class Recording:
         return list(found)
 
 
+class MemoryRecording(Recording):
+    """The reads of a memory image by the first machine that goes on from it. `image` is the snapshot.
+
+    Every machine touches its memory, a busy one all of it: what comes after the bounds is left out, and what came
+    before them kept.
+    """
+
+    __slots__ = ()
+    longest_s = MEMORY_LONGEST_S
+
+    def is_too_much(self) -> bool:
+        """Whether what comes now would be left out."""
+        self._disk_bytes = sum(length for _, length in dict.fromkeys(self._reads))
+        return len(self._reads) >= READ_LIMIT or self._disk_bytes >= MEMORY_BYTES
+
+    def touched(self, stored: Callable[[ChunkId], tuple[int, int] | None]) -> list[ChunkId]:
+        """The leaves and chunks of the first reads, in order of first touch. Errors as from reading leaves."""
+        found: dict[ChunkId, None] = {}
+        room = MEMORY_BYTES
+        for offset, length in dict.fromkeys(self._reads):
+            room -= length
+            fresh = [chunk for chunk in self.file.image.way(offset, length) if chunk not in found]
+            if room < 0 or len(found) + len(fresh) > ENTRY_LIMIT:
+                break
+            found.update(dict.fromkeys(fresh))
+        return list(found)
+
+
 class Recorder:
     """Ends recordings when their process is quiet, keeps the profile, and offers the run to the image's server.
 
@@ -120,6 +158,11 @@ class Recorder:
     def watch(self, image: ChunkId, file: BlockFile) -> None:
         """Record the reads of `file`, the data of an image, from its next read on."""
         file.recording = Recording(image, file, self._begun.put)
+
+    def watch_memory(self, snapshot: ChunkId, file: BlockFile) -> None:
+        """Record the reads of `file`, the memory of a snapshot, from the next one on, unless that is being done."""
+        if file.recording is None:
+            file.recording = MemoryRecording(snapshot, file, self._begun.put)
 
     def leave(self, file: BlockFile) -> None:
         """Record nothing of `file` any more, nor keep what is being recorded of it: others than a start read it."""
@@ -156,12 +199,12 @@ class Recorder:
         try:
             touched = recording.touched(self._fetcher.store.sizes)
             if not touched:
-                log.info("image %s: the run is not kept: nothing was read, or too much for a start", recording.image)
+                log.info("%s: the run is not kept: nothing was read, or too much for a start", recording.image)
             self._keep(recording.image, recording.file.image.id, touched)
         except PvisorError as error:
-            log.warning("profile of image %s: %s", recording.image, error.message)
+            log.warning("profile of %s: %s", recording.image, error.message)
         except Exception:
-            log.exception("profile of image %s", recording.image)
+            log.exception("profile of %s", recording.image)
 
     def _keep(self, image: ChunkId, block_image: ChunkId, touched: list[ChunkId]) -> None:
         """Merge the run into the profile here and at the server, unless the profile is exactly this run. The server is
@@ -187,7 +230,7 @@ class Recorder:
             if (merged.chunks, merged.ages) == (held.chunks, held.ages):
                 return False
         profile = profiles.merge(block_image, touched)
-        log.info("image %s: %d chunks touched, %d in its profile", image, len(touched), len(profile.chunks))
+        log.info("%s: %d chunks touched, %d in its profile", image, len(touched), len(profile.chunks))
         return True
 
     def _tell(self, block_image: ChunkId, offer: Offer, away: set[str]) -> bool:
@@ -199,7 +242,7 @@ class Recorder:
             try:
                 self._offer(origin, offer.image, offer.touched)
             except PvisorError as error:
-                log.warning("profile of image %s is offered again later: %s", offer.image, error.message)
+                log.warning("profile of %s is offered again later: %s", offer.image, error.message)
                 away.add(origin)
             else:
                 return True

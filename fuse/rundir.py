@@ -7,6 +7,8 @@
     blocks        the FUSE mount
     images/ID     EROFS mounts
     leases/ID     locked, shared, by every process that uses the mount images/ID
+    leases/vm-NAME  locked, shared, by the QEMU of a virtual machine
+    leases.lock   held by whoever looks which leases of machines are held
     metadata/     metadata images for which PVISOR_HOME had no room
     mounts.json   directories on which the user mounted an image
     mounts.lock   held by whoever changes mounts or the table
@@ -77,6 +79,13 @@ def starting(config: Config) -> Iterator[None]:
 def mounting(config: Config) -> Iterator[None]:
     """Alone with the right to change mounts and the mount table."""
     with _alone(config.run / "mounts.lock", wait_s=60.0):
+        yield
+
+
+@contextlib.contextmanager
+def looking(config: Config) -> Iterator[None]:
+    """Alone with the right to try the locks of leases: two who try at once would take each other for a holder."""
+    with _alone(config.run / "leases.lock", wait_s=10.0):
         yield
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fuse import linux, mounts, rundir
+from fuse import linux, mounts, rundir, vmlease
 from fuse.errors import MountError, NodeError
 from fuse.mountinfo import mount_points, peer_groups, users_elsewhere
 from fuse.node import Node, connect
@@ -54,6 +54,9 @@ def stop(config: Config) -> bool:
         if pid is None:
             mounts.detach_all(config)
             return False
+        machines = vmlease.held(config)
+        if machines:
+            raise _in_use_by_vms(pid, machines)
         ours = peer_groups(
             {one.device for one in mount_points() if config.blocks == one.path or config.images == one.path.parent}
         )
@@ -104,6 +107,15 @@ def _in_use(pid: int, found: mounts.Released) -> NodeError:
     return NodeError(
         f"the node daemon (pid {pid}) is in use: {'; '.join(directories + found.busy)}",
         hint=f"{', '.join(steps)}, then try again",
+    )
+
+
+def _in_use_by_vms(pid: int, names: Sequence[str]) -> NodeError:
+    named = ", ".join(names[:_MOST_NAMED])
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return NodeError(
+        f"the node daemon (pid {pid}) is in use: the memory or disks of VM {named}{more} come from it",
+        hint=f"`pvisor vm park {names[0]}` or `pvisor vm rm {names[0]}`, then try again",
     )
 
 

@@ -1,22 +1,29 @@
-"""Getting an image into the local store, or onto the server, by whichever way the configuration gives."""
+"""Getting an image or snapshot into the local store, or onto the server, by whichever way the configuration gives."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from imaged import catalog
+from imaged import catalog, snapshots
 from imaged.chunks import ChunkReader
 from imaged.config import Config
-from imaged.errors import NotFoundError, PvisorError
+from imaged.errors import InvalidNameError, NotFoundError, PvisorError
 from imaged.ids import ChunkId
 from imaged.names import ImageName, SourceName
 from imaged.progress import Progress
+from imaged.record import ImageRecord
+from imaged.remote import Job
+from imaged.snapshots import Snapshot, snapshot_origin
 from imaged.store import ChunkStore
-from imaged.upstream import HttpUpstream, Job, RetryPolicy
+from imaged.upstream import HttpUpstream, RetryPolicy
+
+if TYPE_CHECKING:
+    from imaged.fetch import Fetcher
+    from imaged.tally import Tally
 
 _POLL_S = 0.1
 COMMAND_RETRY = RetryPolicy(total_s=3.0)
@@ -25,7 +32,7 @@ COMMAND_RETRY = RetryPolicy(total_s=3.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acquired:
-    """An image that is there now. `details` are facts for the user, such as how many layers were reused."""
+    """An image or snapshot that is there now. `details` are facts for the user, such as how many layers were reused."""
 
     name: str
     id: ChunkId
@@ -98,16 +105,79 @@ def locate(config: Config, text: str, *, platform: str | None, progress: Progres
 @contextmanager
 def image_reader(store: ChunkStore, entry: catalog.Entry) -> Iterator[ChunkReader]:
     """A reader for all chunks of an image: the store, and its origin for what is not here."""
-    if not entry.ref.origin:
+    origins = [entry.ref.origin] if entry.ref.origin else []
+    with _reader(store, entry.record.data, origins) as reader:
+        yield reader
+
+
+@contextmanager
+def snapshot_reader(store: ChunkStore, snapshot: Snapshot) -> Iterator[ChunkReader]:
+    """As `image_reader`: memory, disk and image of a snapshot may be of different servers. ChunkError, FormatError."""
+    record = snapshot.record
+    origins: list[str] = []
+    if snapshot.ref is None or snapshot_origin(store, snapshot):
+        image = ImageRecord.parse(store.get(record.image))
+        roots = (record.memory, *record.block_images, image.metadata, image.data)
+        origins = [origin for root in roots if (origin := store.origins.get(root))]
+    with _reader(store, record.memory, list(dict.fromkeys(origins))) as reader:
+        yield reader
+
+
+@contextmanager
+def _reader(store: ChunkStore, block_image: ChunkId, origins: Sequence[str]) -> Iterator[ChunkReader]:
+    if not origins:
         yield store
         return
     from imaged.fetch import Fetcher, Tally
 
-    fetcher = Fetcher(store, [command_upstream(entry.ref.origin)], retry=COMMAND_RETRY)
+    fetcher = Fetcher(store, [command_upstream(origin) for origin in origins], retry=COMMAND_RETRY)
     try:
-        yield fetcher.reader(entry.record.data, Tally())
+        yield fetcher.reader(block_image, Tally())
     finally:
         fetcher.close()
+
+
+def push_snapshot(config: Config, text: str, *, progress: Progress, replace: bool = False) -> Acquired:
+    """Send a snapshot of this host to the server; its name there moves as `imaged.push.push_snapshot` says."""
+    from imaged import push
+
+    server = require_server(config)
+    with ChunkStore.open(config.store) as store, command_upstream(server) as upstream:
+        snapshot = snapshots.find(store, text)
+        with snapshot_reader(store, snapshot) as reader:
+            sent = push.push_snapshot(store, reader, upstream, snapshot, progress, replace=replace)
+    return Acquired(name=snapshot.label, id=snapshot.id, details={"pushed_chunks": sent})
+
+
+def pull_snapshot(config: Config, text: str, *, lazy: bool, progress: Progress) -> Acquired:
+    """Pull a snapshot from the server; without one, from where it came from, unless it is all here."""
+    from imaged.snapshotpull import pull_snapshot as pull
+
+    with ChunkStore.open(config.store) as store:
+        server = config.server
+        if server is None:
+            snapshot = _local_snapshot(store, text)
+            server = snapshot_origin(store, snapshot)
+            if not server:
+                return Acquired(name=snapshot.label, id=snapshot.id)
+        with _fetching(store, server) as (fetcher, upstream, tally):
+            pulled = pull(fetcher, upstream, text, lazy=lazy, progress=progress, tally=tally)
+            fetcher.drain()
+    return Acquired(name=pulled.name, id=pulled.id, details=_counts(tally))
+
+
+def require_server(config: Config) -> str:
+    """The server's URL. InvalidNameError when none is set."""
+    if config.server is None:
+        raise InvalidNameError("no server is set", hint="give --server URL or set PVISOR_SERVER")
+    return config.server
+
+
+def _local_snapshot(store: ChunkStore, text: str) -> Snapshot:
+    try:
+        return snapshots.find(store, text)
+    except NotFoundError as error:
+        raise NotFoundError(error.message, hint="set --server or PVISOR_SERVER to the server that has it") from error
 
 
 def _convert_here(
@@ -175,21 +245,27 @@ def _local(config: Config, text: str) -> catalog.Entry:
 
 
 def _pull_from_server(config: Config, server: str, text: str, *, lazy: bool, progress: Progress) -> Acquired:
-    from imaged.fetch import Fetcher, Tally
     from imaged.pull import pull_image as pull
 
-    with ChunkStore.open(config.store) as store:
-        upstream = command_upstream(server)
-        fetcher = Fetcher(store, [upstream], retry=COMMAND_RETRY)
-        tally = Tally()
-        try:
-            pulled = pull(fetcher, upstream, text, lazy=lazy, progress=progress, tally=tally)
-            fetcher.drain()
-        finally:
-            fetcher.close()
+    with ChunkStore.open(config.store) as store, _fetching(store, server) as (fetcher, upstream, tally):
+        pulled = pull(fetcher, upstream, text, lazy=lazy, progress=progress, tally=tally)
+        fetcher.drain()
+    return Acquired(name=pulled.name or str(pulled.id), id=pulled.id, details=_counts(tally))
+
+
+@contextmanager
+def _fetching(store: ChunkStore, server: str) -> Iterator[tuple[Fetcher, HttpUpstream, Tally]]:
+    """What a pull takes, with a command's patience."""
+    from imaged.fetch import Fetcher, Tally
+
+    upstream = command_upstream(server)
+    fetcher = Fetcher(store, [upstream], retry=COMMAND_RETRY)
+    try:
+        yield fetcher, upstream, Tally()
+    finally:
+        fetcher.close()
+
+
+def _counts(tally: Tally) -> dict[str, int]:
     counts = tally.to_dict()
-    return Acquired(
-        name=pulled.name or str(pulled.id),
-        id=pulled.id,
-        details={key: counts[key] for key in ("requests", "fetched_chunks", "fetched_bytes")},
-    )
+    return {key: counts[key] for key in ("requests", "fetched_chunks", "fetched_bytes")}

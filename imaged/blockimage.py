@@ -89,7 +89,7 @@ class BlockImage:
         found: list[Piece] = []
         leaf_bytes = self.root.leaf_bytes
         indexes = range(offset // leaf_bytes, (end - 1) // leaf_bytes + 1)
-        for index, leaf in zip(indexes, self._leaves(indexes), strict=True):
+        for index, leaf in zip(indexes, self.leaves(indexes), strict=True):
             start = index * leaf_bytes
             first, last = max(offset - start, 0), min(end - start, leaf_bytes)
             if leaf is None:
@@ -131,7 +131,7 @@ class BlockImage:
         seen: set[ChunkId] = set()
         count, step = len(self.root.leaves), 64
         for first in range(0, count, step):
-            for leaf in self._leaves(range(first, min(first + step, count))):
+            for leaf in self.leaves(range(first, min(first + step, count))):
                 for chunk in leaf.chunks() if leaf is not None else ():
                     if chunk not in seen:
                         seen.add(chunk)
@@ -141,11 +141,11 @@ class BlockImage:
         """Fetch all leaves, in one request for each 4096 of them, so that no read waits for one."""
         count = len(self.root.leaves)
         for first in range(0, count, _LEAVES_AT_ONCE):
-            self._leaves(range(first, min(first + _LEAVES_AT_ONCE, count)))
+            self.leaves(range(first, min(first + _LEAVES_AT_ONCE, count)))
 
-    def _leaves(self, indexes: range) -> list[Leaf | None]:
-        """The leaves of some neighbouring ranges; those not in the cache are fetched together."""
-        ids = self.root.leaves[indexes.start : indexes.stop]
+    def leaves(self, indexes: Sequence[int]) -> list[Leaf | None]:
+        """The leaves of these ranges, None for a hole; those not in the cache are fetched together."""
+        ids = [self.root.leaves[index] for index in indexes]
         held: dict[ChunkId, Leaf] = {}
         with self._lock:
             for leaf_id in ids:

@@ -22,7 +22,8 @@ from imaged.names import ImageName
 from imaged.profile import AHEAD_BYTES, Profile
 from imaged.reach import belonging
 from imaged.record import ImageRecord
-from imaged.upstream import BootStream, HttpUpstream, RemoteImage
+from imaged.remote import RemoteImage
+from imaged.upstream import BootStream, HttpUpstream
 
 log = logging.getLogger(__name__)
 _SHORT_ID = 8
@@ -79,10 +80,10 @@ def boot(fetcher: Fetcher, upstream: HttpUpstream, name: str, tally: Tally, ahea
             if ahead is not None:
                 follow(fetcher, known.id, known.record.data, tally, ahead)
             return Booted(known, None)
-        image = _named(stream.image, name, upstream.url)
+        image = _named(stream.found, name, upstream.url)
         _remember(fetcher, image, upstream.url)
         fetcher.admit(stream.record_frame, tally)
-        unbroken = _admit_all(fetcher, stream.first, name, tally)
+        unbroken = admit_all(fetcher, stream.first, f"image {name}", tally)
         data = image.record.data
         profile = stream.profile or fetcher.store.profiles.get(data)
         if profile is not None and ahead is not None:
@@ -149,7 +150,7 @@ def _receive(
     data: ChunkId,
     profile: Profile,
     tally: Tally,
-    stream: BootStream,
+    stream: BootStream[RemoteImage],
     answer: contextlib.ExitStack,
 ) -> None:
     """Take what follows in the boot answer; what it does not bring is asked for."""
@@ -231,9 +232,11 @@ def _named(image: RemoteImage, asked: str, url: str) -> RemoteImage:
     return replace(image, name=full)
 
 
-def _admit_all(fetcher: Fetcher, frames: Iterator[Frame], name: str, tally: Tally) -> bool:
-    """Whether the answer did not break off. What is corrupt or missing is asked for again by what needs it, and then
-    there are other servers to ask."""
+def admit_all(fetcher: Fetcher, frames: Iterator[Frame], what: str, tally: Tally) -> bool:
+    """Take the first part of a boot answer; whether it did not break off.
+
+    What is corrupt or missing is asked for again by what needs it, and then there are other servers to ask.
+    """
     try:
         for frame in frames:
             if frame.header.codec is not Codec.MISSING:
@@ -242,6 +245,6 @@ def _admit_all(fetcher: Fetcher, frames: Iterator[Frame], name: str, tally: Tall
                 except ChunkCorruptError as error:
                     log.warning("%s", error.message)
     except UpstreamError as error:
-        log.warning("image %s: the first answer broke off, fetching the rest singly: %s", name, error.message)
+        log.warning("%s: the first answer broke off, fetching the rest singly: %s", what, error.message)
         return False
     return True

@@ -1,4 +1,4 @@
-"""What a first mount needs of an image, as a server lists it: in the order of need, ready to be sent as frames."""
+"""What a first mount of an image, or a restore of a snapshot, needs: in the order of need, to be sent as frames."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from imaged.frame import Frame
 from imaged.ids import ChunkId
 from imaged.profile import AHEAD_BYTES, Profile
 from imaged.reach import belonging
+from imaged.record import ImageRecord
+from imaged.snapshot import STATE_LIMIT_BYTES
+from imaged.snapshots import Snapshot
 from imaged.store import ChunkStore
 
 log = logging.getLogger(__name__)
@@ -24,8 +27,9 @@ _LISTS = 256
 
 @dataclass(frozen=True, slots=True)
 class BootView:
-    """`profile` is its frame, None when there is none. `chunks` are the record, the metadata image whole, the data
-    image's root, and the leaves that the profile names (else the first ones); `ahead` the profile's other chunks."""
+    """`profile` is its frame, None when there is none. `chunks` of an image are the record, the metadata image whole,
+    the data image's root, and the leaves that the profile names (else the first ones); `ahead` the profile's other
+    chunks."""
 
     profile: Frame | None
     chunks: list[ChunkId]
@@ -92,3 +96,25 @@ class BootViews:
                 break
             ahead.append(chunk)
         return ahead
+
+
+def snapshot_view(store: ChunkStore, snapshot: Snapshot) -> BootView:
+    """What a restore needs first: the record, the device state whole, the roots of memory and disk, and of the image
+    its record, its metadata whole and the data's root; then the leaves that the memory's profile names. ChunkError,
+    FormatError."""
+    record = snapshot.record
+    image = ImageRecord.parse(store.get(record.image))
+    disk = () if record.disk is None else (record.disk,)
+    first = [snapshot.id, record.memory, *disk, record.image, image.data]
+    state = open_blob(store, record.state, limit_bytes=STATE_LIMIT_BYTES)
+    for blob in (state, open_blob(store, image.metadata)):
+        first += [blob.id, *blob.leaf_ids(), *blob.chunk_ids()]
+    profile = None
+    raw = store.profiles.raw(record.memory)
+    if raw is not None:
+        try:
+            first += belonging(store, record.memory, Profile.parse(raw).chunks).leaves
+            profile = Frame.of(raw)
+        except (ChunkError, FormatError) as error:
+            log.warning("snapshot %s: the profile is left out: %s", snapshot.label, error.message)
+    return BootView(profile, list(dict.fromkeys(first)), [])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
@@ -201,6 +201,19 @@ async def read_json(request: web.Request) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise FormatError("request body", expected="a JSON object", found=type(document).__name__)
     return document
+
+
+async def read_id(request: web.Request) -> ChunkId:
+    """The id in `{"id": hex}`. FormatError."""
+    return parse_id(await read_json(request), "id")
+
+
+def parse_id(document: Mapping[str, Any], field: str) -> ChunkId:
+    """A field of a request that is an id. FormatError."""
+    text = document.get(field)
+    if not isinstance(text, str):
+        raise FormatError(f"field {field}", expected="an id", found=repr(text)[:80])
+    return ChunkId.parse(text)
 
 
 async def read_ids(request: web.Request) -> list[ChunkId]:

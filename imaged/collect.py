@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from imaged.pack import (
 )
 from imaged.publish import sync_directory
 from imaged.reach import Marker
+from imaged.snapshots import Snapshot, snapshot_origin
 from imaged.store import ChunkStore
 from imaged.storelock import StoreLock
 
@@ -60,12 +61,22 @@ class CollectReport:
     damaged_packs: tuple[int, ...] = ()
 
 
-def collect(root: Path, keep: Iterable[ChunkId] = ()) -> CollectReport:
-    """Remove what neither a name nor `keep`, more ids of image records, keeps alive.
+def _nothing() -> Iterable[ChunkId]:
+    return ()
+
+
+def collect(
+    root: Path,
+    *,
+    keep: Callable[[], Iterable[ChunkId]] = _nothing,
+    keep_snapshots: Callable[[], Iterable[ChunkId]] = _nothing,
+) -> CollectReport:
+    """Remove what neither a name nor `keep`, more ids of image records, nor `keep_snapshots`, of snapshot records,
+    keeps alive. Both are called once the collection has the store to itself: what they tell stays true until its end.
 
     NotFoundError when there is no store. StoreBusyError while another process has the store open. StoreError, and
-    nothing is removed, when an image lacks chunks that no server holds: what it still needs can not be known. An image
-    of `keep` without a record is passed over.
+    nothing is removed, when an image or snapshot lacks chunks that no server holds: what it still needs can not be
+    known. One that is to be kept and has no record is passed over. A snapshot does not keep its parent.
     """
     root = root.absolute()
     if not (root / PACKS_DIRECTORY).is_dir():
@@ -76,7 +87,8 @@ def collect(root: Path, keep: Iterable[ChunkId] = ()) -> CollectReport:
     with ChunkStore.open_locked(root, lock) as store:
         before = _disk_bytes(root)
         marker, layers = _mark(store)
-        _mark_kept(store, marker, keep)
+        _mark_kept(store, marker, keep())
+        _mark_snapshots(store, marker, keep_snapshots())
         _cut_tails(root, store.index)
         forgotten = _forget(store, marker, layers)
         removed = _sweep(store.index, marker.kept)
@@ -112,10 +124,8 @@ def _mark(store: ChunkStore) -> tuple[Marker, set[str]]:
                 f"image {name}: {error.message}", hint=f"`pvisor image rm {name}` drops the name; then collect again"
             ) from error
         if lacking and not ref.origin:
-            raise StoreError(
-                f"image {name} lacks {len(lacking)} chunks, such as {min(lacking)}; nothing was removed",
-                hint=f"`pvisor image verify {name}`, then convert it again; or drop it: `pvisor image rm {name}`",
-            )
+            hint = f"`pvisor image verify {name}`, then convert it again; or drop it: `pvisor image rm {name}`"
+            raise _lacks(f"image {name}", lacking, hint)
         if record is not None:
             wanted.update(record.layers)
     whole = set()
@@ -133,19 +143,42 @@ def _mark(store: ChunkStore) -> tuple[Marker, set[str]]:
 def _mark_kept(store: ChunkStore, marker: Marker, images: Iterable[ChunkId]) -> None:
     """Everything that images without a name keep: not their layer memos, which only a new conversion would use."""
     for image in images:
-        hint = "drop the stages of this image (`pvisor stage ls`); then collect again"
+        hint = "drop what stands on this image (`pvisor stage ls`, `pvisor vm ls`); then collect again"
         try:
             record, lacking = marker.image(image)
         except FormatError as error:
-            raise StoreError(f"image {image}, which a stage needs: {error.message}", hint=hint) from error
+            raise StoreError(f"image {image}, which is in use: {error.message}", hint=hint) from error
         if record is None:
-            log.warning("image %s, which a stage needs, is not here", image)
+            log.warning("image %s, which is in use, is not here", image)
         elif lacking and store.origins.get(record.data) is None:
-            raise StoreError(
-                f"image {image}, which a stage needs, lacks {len(lacking)} chunks, such as {min(lacking)}; "
-                "nothing was removed",
-                hint=hint,
-            )
+            raise _lacks(f"image {image}, which is in use,", lacking, hint)
+
+
+def _mark_snapshots(store: ChunkStore, marker: Marker, used: Iterable[ChunkId]) -> None:
+    """Everything that the names of snapshots keep, and snapshots that virtual machines stand on."""
+    for name, ref in store.snapshots.items():
+        hint = f"`pvisor snapshot verify {name}`, then pull it again; or drop it: `pvisor snapshot rm {name}`"
+        try:
+            _, lacking = marker.snapshot(ref.record)
+        except FormatError as error:
+            raise StoreError(f"snapshot {name}: {error.message}", hint=hint) from error
+        if lacking and not ref.origin:
+            raise _lacks(f"snapshot {name}", lacking, hint)
+    for snapshot in used:
+        hint = "remove the virtual machines that stand on it (`pvisor vm ls`); then collect again"
+        try:
+            record, lacking = marker.snapshot(snapshot)
+        except FormatError as error:
+            raise StoreError(f"snapshot {snapshot}, which is in use: {error.message}", hint=hint) from error
+        if record is None:
+            log.warning("snapshot %s, which is in use, is not here", snapshot)
+        elif lacking and not snapshot_origin(store, Snapshot(name=None, id=snapshot, record=record, ref=None)):
+            raise _lacks(f"snapshot {snapshot}, which is in use,", lacking, hint)
+
+
+def _lacks(what: str, lacking: set[ChunkId], hint: str) -> StoreError:
+    message = f"{what} lacks {len(lacking)} chunks, such as {min(lacking)}; nothing was removed"
+    return StoreError(message, hint=hint)
 
 
 def _forget(store: ChunkStore, marker: Marker, layers: set[str]) -> int:

@@ -4,6 +4,7 @@ PvisorError                 every error a user may see: a fact, and a hint that 
 +-- FormatError             bytes are not what a format says (expected, found)
 +-- InvalidNameError        a name or source text that does not parse
 +-- NotFoundError           nothing has this name
++-- NameTakenError          the name stands for something else, which is not to be replaced
 +-- StoreError              the local chunk store
 |   +-- StoreBusyError      another process holds a lock that excludes this
 |   +-- StoreFullError      no space, or quota reached; nothing half-written stays
@@ -54,6 +55,10 @@ class InvalidNameError(PvisorError):
 
 class NotFoundError(PvisorError):
     """Nothing has this name."""
+
+
+class NameTakenError(PvisorError):
+    """The name stands for something else, which is not to be replaced."""
 
 
 class StoreError(PvisorError):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from imaged.errors import ChunkCorruptError, FormatError, NotFoundError, StoreError
 from imaged.faults import REBUILD_HINT, store_faults
 from imaged.frame import HEADER_BYTES, Frame, FrameHeader
+from imaged.ids import ChunkId
 from imaged.index import INDEX_NAME, Index, Location, PackRow
+from imaged.nametable import NameTable, R
 from imaged.pack import PackReader, pack_bytes, pack_numbers
 from imaged.reach import Marker
 from imaged.rebuild import rebuild_index
-from imaged.refs import REFS_NAME, read_copy
 from imaged.salvage import salvage
 from imaged.store import ChunkStore
 
@@ -35,6 +38,7 @@ class FsckReport:
     stored_bytes: int = 0
     packs: int = 0
     images: int = 0
+    snapshots: int = 0
     rebuilt: bool = False
     errors: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -42,10 +46,12 @@ class FsckReport:
 
 
 def check(root: Path, *, rebuild: bool = False) -> FsckReport:
-    """Verify every chunk, every image down to its chunks, and the index's sums; other processes may use the store.
+    """Verify every chunk, every image and snapshot down to its chunks, and the index's sums.
+
+    Other processes may use the store.
 
     With `rebuild` the index is first made anew from the packs, alone (StoreBusyError): names come from the old index or
-    from `refs.json`, chunks that do not verify are left out, and layer memos, which are only a cache, are dropped.
+    from their copies, chunks that do not verify are left out, and layer memos, which are only a cache, are dropped.
     """
     root = root.absolute()
     report = FsckReport(rebuilt=rebuild)
@@ -137,23 +143,36 @@ def _check_names(store: ChunkStore, report: FsckReport) -> None:
     marker = Marker(store)
     for name, ref in store.refs.items():
         report.images += 1
-        try:
-            _, lacking = marker.image(ref.record)
-        except FormatError as error:
-            report.errors.append(f"image {name}: {error.message}")
-            continue
-        if lacking and not ref.origin:
-            report.errors.append(f"image {name}: {len(lacking)} chunks are missing, such as {min(lacking)}")
+        with _noting(f"image {name}", report) as lacks:
+            lacks(marker.image(ref.record)[1], ref.origin)
+    for name, snapshot in store.snapshots.items():
+        report.snapshots += 1
+        with _noting(f"snapshot {name}", report) as lacks:
+            lacks(marker.snapshot(snapshot.record)[1], snapshot.origin)
     for diff_id, blob in list(store.memos.items()):
-        try:
-            lacking = marker.layer(blob)
-        except FormatError as error:
-            report.errors.append(f"layer {diff_id}: {error.message}")
-            continue
-        if lacking:
-            report.errors.append(f"layer {diff_id}: {len(lacking)} chunks are missing, such as {min(lacking)}")
+        with _noting(f"layer {diff_id}", report) as lacks:
+            lacks(marker.layer(blob), "")
+    _check_copy(store.refs, store.root, report)
+    _check_copy(store.snapshots, store.root, report)
+
+
+@contextmanager
+def _noting(what: str, report: FsckReport) -> Iterator[Callable[[Collection[ChunkId], str], None]]:
+    """Notes FormatError of the block, and the chunks that it says are lacking; what has an origin may lack any."""
+
+    def lacks(chunks: Collection[ChunkId], origin: str) -> None:
+        if chunks and not origin:
+            report.errors.append(f"{what}: {len(chunks)} chunks are missing, such as {min(chunks)}")
+
     try:
-        if read_copy(store.root) != dict(store.refs.items()):
-            report.notes.append(f"{REFS_NAME} differs from the index; the next change of a name writes it")
+        yield lacks
+    except FormatError as error:
+        report.errors.append(f"{what}: {error.message}")
+
+
+def _check_copy(table: NameTable[R], root: Path, report: FsckReport) -> None:
+    try:
+        if table.read_copy(root) != dict(table.items()):
+            report.notes.append(f"{table.COPY_NAME} differs from the index; the next change of a name writes it")
     except FormatError as error:
         report.notes.append(error.message)

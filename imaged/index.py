@@ -1,8 +1,8 @@
 """The LMDB index of a store: the truth about which chunks exist and where their frames lie.
 
-Tables: chunks (id -> Location), packs (number -> PackRow), and the small tables of imaged/refs.py. A change is one
-durable transaction, made after the packs it speaks of are durable; so a killed process loses what it had not committed
-and nothing else. docs/formats/pack.md describes the values.
+Tables: chunks (id -> Location), packs (number -> PackRow), and small ones (imaged/refs.py, snapshotrefs.py, offers.py).
+A change is one durable transaction, made after the packs it speaks of are durable; so a killed process loses what it
+had not committed and nothing else. docs/formats/pack.md describes the values.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from imaged.publish import sync_directory
 INDEX_NAME = "index.mdb"
 MAP_BYTES = 64 << 30
 FORMAT = b"1"
-TABLES = ("meta", "chunks", "packs", "refs", "memos", "origins", "profiles", "fills", "offers")
-_LATER_TABLES = frozenset({"profiles", "fills", "offers"})
+TABLES = ("meta", "chunks", "packs", "refs", "memos", "origins", "profiles", "fills", "offers", "snapshots")
+_LATER_TABLES = frozenset({"profiles", "fills", "offers", "snapshots"})
 """Stores of format 1 may lack these until someone opens them for writing; they are then empty."""
 _LOCATION = struct.Struct("<IQIIB")
 _PACK_NUMBER = struct.Struct(">I")

@@ -11,6 +11,8 @@ from typing import Self
 from imaged.errors import InvalidNameError, NotFoundError
 
 TRANSPORTS = ("docker", "oci", "oci-archive", "docker-archive", "dir")
+VM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+_SNAPSHOT = re.compile(r"(?![0-9a-f]{64}$)[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _SOURCE_LIMIT_BYTES = 4096
 """As PATH_MAX: no path that can be opened is longer."""
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?::[0-9]+(?=/))?(?:/[A-Za-z0-9][A-Za-z0-9._-]*)*")
@@ -69,6 +71,14 @@ class ImageName:
             f"there is {', '.join(tags[:5])}" if tags else "`pvisor image ls` lists images, with --remote the server's"
         )
         raise NotFoundError(f"no image {wanted}", hint=f"{there}; docker://HOST/REPO:TAG is an image of a registry")
+
+
+def snapshot_name(text: str) -> str:
+    """The text, when a snapshot can have it as its name. InvalidNameError; what looks like an id is none."""
+    if _SNAPSHOT.fullmatch(text) is None:
+        hint = "up to 128 letters, digits, dots, dashes and underscores; the first is a letter or a digit"
+        raise InvalidNameError(f"{text[:200]!r} is not a snapshot name", hint=hint)
+    return text
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ def document() -> dict[str, Any]:
         "info": {
             "title": "pVisor chunk server",
             "version": "1",
-            "description": "Images as content-addressed chunks. A chunk travels as a frame: docs/formats/frame.md.",
+            "description": "Images and snapshots of virtual machines as content-addressed chunks. A chunk travels as a "
+            "frame: docs/formats/frame.md.",
         },
         "paths": {
             "/v1/images": {
@@ -49,9 +50,40 @@ def document() -> dict[str, Any]:
                     body=_json_body(_object(id=_string(_ID))),
                 ),
             },
+            "/v1/snapshots": {
+                "get": _operation(
+                    "All named snapshots", {"200": _json("Snapshots", _object(snapshots=_array(_ref("Snapshot"))))}
+                )
+            },
+            "/v1/snapshots/{name}": {
+                "get": _operation(
+                    "One snapshot, by name, by id, or by the start of an id of 8 or more digits",
+                    {
+                        "200": {
+                            "description": "The snapshot; with view=boot its records, device state, metadata, roots "
+                            "and the leaves that the profile of its memory names as frames, and the snapshot without "
+                            "its record in the Pvisor-Snapshot header; with profile=frame the profile before them",
+                            "content": {"application/json": {"schema": _ref("Snapshot")}, **_binary()},
+                        },
+                        "304": {"description": "If-None-Match names the current id"},
+                    }
+                    | _errors("400", "404"),
+                    parameters=[_in_path("name"), _in_query("view", "boot"), _in_query("profile", "frame")],
+                ),
+                "put": _operation(
+                    "Name a snapshot of which every chunk is here, those of its image among them; 409 also when the "
+                    "name stands for another snapshot than `replaces`",
+                    {"200": _json("The snapshot", _ref("Snapshot"))} | _errors("400", "403", "409", "507"),
+                    parameters=[_in_path("name")],
+                    body=_json_body(
+                        _object(id=_string(_ID))
+                        | {"properties": {"id": _string(_ID), "replaces": _string("the id it may take it from, or *")}}
+                    ),
+                ),
+            },
             "/v1/profiles/{name}": {
                 "get": _operation(
-                    "The startup profile of an image: docs/formats/profile.md",
+                    "The profile of an image, or of a snapshot by its id: docs/formats/profile.md",
                     {"200": {"description": "The profile", "content": _binary(_PROFILE)}} | _errors("400", "404"),
                     parameters=[_in_path("name")],
                 ),
@@ -115,6 +147,17 @@ def _schemas() -> dict[str, Any]:
             id=_string(_ID),
             record={"type": "object", "description": "Hashes to the id as sorted, compact ASCII JSON"},
             source=text,
+            chunks=number,
+            stored_bytes=number,
+            created_at={"type": "integer", "description": "Unix seconds"},
+        ),
+        "Snapshot": _object(
+            name=text,
+            id=_string(_ID),
+            record={
+                "type": "object",
+                "description": "docs/formats/snapshot.md; hashes to the id as sorted, compact ASCII JSON",
+            },
             chunks=number,
             stored_bytes=number,
             created_at={"type": "integer", "description": "Unix seconds"},

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from aiohttp import web
 
-from imaged import catalog
+from imaged import catalog, snapshots
 from imaged.blockimage import BlockImage
 from imaged.chunkapi import Blocking, read_ids
 from imaged.denser import Denser
@@ -34,31 +35,49 @@ class ProfileApi:
         ]
 
     async def one(self, request: web.Request) -> web.Response:
-        """GET profiles/IMAGE: as docs/formats/profile.md says; 404 when no run was recorded."""
+        """GET profiles/ID: as docs/formats/profile.md says; 404 when no run was recorded."""
         name = request.match_info["name"]
         raw = await self._blocking.run(self._raw, name)
         if raw is None:
-            raise NotFoundError(f"image {name} has no profile", hint="the first `pvisor run` of it records one")
+            raise NotFoundError(f"{name} has no profile", hint="its first start on a host records one")
         return web.Response(body=raw, content_type=PROFILE_TYPE, headers={"Cache-Control": "no-cache"})
 
     def _raw(self, name: str) -> bytes | None:
-        return self._store.profiles.raw(catalog.find(self._store, name).record.data)
+        return self._store.profiles.raw(self._profiled(name).block_image)
 
     async def merge(self, request: web.Request) -> web.Response:
-        """PUT profiles/IMAGE, ids in order of first touch: one recorded run is merged into the profile."""
+        """PUT profiles/ID, ids in order of first touch: one recorded run is merged into the profile."""
         touched = await read_ids(request)
         profile = await self._blocking.run(self._merge, request.match_info["name"], touched)
         return web.json_response({"runs": profile.runs, "entries": len(profile.chunks)})
 
     def _merge(self, name: str, touched: Sequence[ChunkId]) -> Profile:
         """What is not of the image is left out. FormatError when that is all."""
-        record = catalog.find(self._store, name).record
-        data = record.data
-        found = belonging(self._store, data, touched)
+        profiled = self._profiled(name)
+        found = belonging(self._store, profiled.block_image, touched)
         known = frozenset((*found.leaves, *found.chunks))
         if not known:
-            raise FormatError("profile", expected=f"chunks of image {name}, with their leaves", found="none of them")
-        profile = self._store.profiles.merge(data, [chunk for chunk in touched if chunk in known])
+            raise FormatError("profile", expected=f"chunks of {name}, with their leaves", found="none of them")
+        profile = self._store.profiles.merge(profiled.block_image, [chunk for chunk in touched if chunk in known])
         # What the next cold start fetches: worth the hardest compression, once.
-        self._denser.add([*BlockImage.open(self._store, record.metadata).chunk_ids(), *found.leaves, *found.chunks])
+        whole = profiled.whole
+        more = BlockImage.open(self._store, whole).chunk_ids() if whole is not None else ()
+        self._denser.add([*more, *found.leaves, *found.chunks])
         return profile
+
+    def _profiled(self, text: str) -> _Profiled:
+        """Of an image, or of a snapshot by its id: names may mean both. NotFoundError."""
+        try:
+            record = catalog.find(self._store, text).record
+            return _Profiled(record.data, record.metadata)
+        except NotFoundError:
+            if not ChunkId.is_id(text):
+                raise
+        return _Profiled(snapshots.find(self._store, text).record.memory, None)
+
+
+class _Profiled(NamedTuple):
+    """The block image that a profile is of, and the one that every start fetches whole."""
+
+    block_image: ChunkId
+    whole: ChunkId | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from imaged.blockimage import BlockImage, open_blob
@@ -16,7 +17,8 @@ from imaged.progress import NoProgress, Progress
 from imaged.reach import reachable
 from imaged.record import ImageRecord
 from imaged.refs import Ref
-from imaged.upstream import HttpUpstream, RemoteImage
+from imaged.remote import RemoteImage
+from imaged.upstream import HttpUpstream
 
 log = logging.getLogger(__name__)
 _GROUP = 64
@@ -56,7 +58,9 @@ def pull_image(
         fetcher.keeper.after(lambda: _publish(fetcher, image, profile, upstream.url))
     else:
         fetcher.drain()
-        _fetch_all(fetcher, upstream, image, reader, progress)
+        BlockImage.open(reader, image.record.data).preload()
+        chunks = list(reachable(reader, image.id))
+        fetch_all(fetcher, upstream, chunks, image.stored_bytes, reader, progress)
         _publish(fetcher, image, profile, "", upstream.url)
     return Pulled(image.id, image.record, image.name)
 
@@ -69,16 +73,21 @@ def _complete_metadata(reader: FetchingReader, record: ImageRecord) -> None:
         reader.get_many(chunks[start : start + _GROUP])
 
 
-def _fetch_all(
-    fetcher: Fetcher, upstream: HttpUpstream, image: RemoteImage, reader: FetchingReader, progress: Progress
+def fetch_all(
+    fetcher: Fetcher,
+    upstream: HttpUpstream,
+    chunks: Sequence[ChunkId],
+    stored_bytes: int,
+    reader: FetchingReader,
+    progress: Progress,
 ) -> None:
-    """Every chunk of the image that is not in the store, in batches; what this server can not give comes through the
-    fetcher. StoreError when the store does not take one."""
-    BlockImage.open(reader, image.record.data).preload()
-    chunks = list(reachable(reader, image.id))
+    """Have all these chunks in the store, in batches; what this server can not give comes through the reader.
+
+    `stored_bytes` are of all of them, 0 when unknown. StoreError when the store does not take one.
+    """
     fetcher.drain()
     missing = fetcher.store.missing(chunks)
-    total_bytes = image.stored_bytes * len(missing) // len(chunks) if image.stored_bytes else None
+    total_bytes = stored_bytes * len(missing) // len(chunks) if stored_bytes else None
     progress.start(f"fetching {len(missing)} of {len(chunks)} chunks", total_bytes)
     failed: list[ChunkId] = []
     position = 0

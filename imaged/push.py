@@ -1,39 +1,121 @@
-"""Send an image of the local store to a chunk server: only the chunks that the server lacks."""
+"""Send an image or a snapshot of the local store to a chunk server: only the chunks that the server lacks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
+from imaged import snapshots
+from imaged.blockimage import BlockImage, get_many
 from imaged.catalog import Entry
-from imaged.errors import ChunkMissingError
+from imaged.changes import changes
+from imaged.chunks import ChunkReader
+from imaged.errors import ChunkMissingError, NameTakenError, NotFoundError
 from imaged.frame import Codec, Frame
 from imaged.ids import ChunkId
+from imaged.profile import ENTRY_LIMIT
 from imaged.progress import Progress
-from imaged.reach import reachable
+from imaged.reach import reachable, reachable_snapshot
+from imaged.snapshot import SnapshotRecord
+from imaged.snapshots import Snapshot
 from imaged.store import ChunkStore
 from imaged.upstream import HttpUpstream
 
 _UPLOAD_BYTES = 8 << 20
+_GROUP = 64
 
 
 def push_image(store: ChunkStore, upstream: HttpUpstream, entry: Entry, progress: Progress) -> None:
     """Upload and name the image at the server. ChunkMissingError, UpstreamError; a repeated push sends the rest."""
     missing = upstream.missing(list(reachable(store, entry.ref.record)))
-    sizes = {chunk: size for chunk in missing if (size := store.sizes(chunk)) is not None}
-    progress.start(f"pushing {len(missing)} chunks", sum(stored for _, stored in sizes.values()))
-    for frames in _batches(store, missing):
-        upstream.upload(frames)
-        progress.advance(sum(frame.stored_bytes for frame in frames))
+    _send(store, upstream, missing, progress, hint="the image is not complete here; `pvisor pull` fetches all of it")
     upstream.publish(entry.name, entry.ref.record)
 
 
-def _batches(store: ChunkStore, chunks: list[ChunkId]) -> Iterator[list[Frame]]:
+def push_snapshot(
+    store: ChunkStore,
+    reader: ChunkReader,
+    upstream: HttpUpstream,
+    snapshot: Snapshot,
+    progress: Progress,
+    *,
+    replace: bool = False,
+) -> int:
+    """As `push_image`, with the image that the snapshot stands on and the profile of its memory; how many chunks went.
+
+    `reader` gives what is not in the store (`imaged.acquire.snapshot_reader`): of that only what the server lacks is
+    fetched. NotFoundError for a snapshot without a name. NameTakenError when the server's snapshot of this name is not
+    one that this descends from, unless it is to `replace` any.
+    """
+    if snapshot.name is None:
+        hint = "a server keeps snapshots by name: `pvisor vm park VM --as NAME` gives one"
+        raise NotFoundError(f"snapshot {snapshot.id} has no name", hint=hint)
+    replaces: ChunkId | Literal["*"] | None = "*" if replace else _replaced(store, upstream, snapshot)
+    missing = upstream.missing(list(reachable_snapshot(reader, snapshot.id)))
+    absent = store.missing(missing)
+    for start in range(0, len(absent), _GROUP):
+        for data in get_many(reader, absent[start : start + _GROUP]).values():
+            store.put(data)
+    hint = f"`pvisor snapshot verify {snapshot.name}` says what is lost"
+    _send(store, upstream, missing, progress, hint=hint)
+    upstream.publish_snapshot(snapshot.name, snapshot.id, replaces=replaces)
+    if snapshot.ref is not None:
+        store.snapshots.replace(snapshot.name, dataclasses.replace(snapshot.ref, server=upstream.url), over=snapshot.id)
+    touched = _touched(store, reader, snapshot.record)
+    if touched and upstream.profile(snapshot.id) is None:
+        upstream.merge_profile(snapshot.id, touched)
+    return len(missing)
+
+
+def _replaced(store: ChunkStore, upstream: HttpUpstream, snapshot: Snapshot) -> ChunkId | None:
+    """What the server's name may move from, None when it is free there. NameTakenError, before anything is sent."""
+    assert snapshot.name is not None  # the caller looked
+    try:
+        held = upstream.snapshot(snapshot.name).id
+    except NotFoundError:
+        return None
+    if held == snapshot.id or held in snapshots.ancestors(store, snapshot.record):
+        return held
+    hint = f"`pvisor snapshot push --force {snapshot.name}` replaces it"
+    raise NameTakenError(f"the server has another snapshot {snapshot.name!r}, id {held}", hint=hint)
+
+
+def _touched(store: ChunkStore, reader: ChunkReader, record: SnapshotRecord) -> list[ChunkId]:
+    """What a machine touches first when it goes on from here: by the profile of this memory, else by that of the
+    parent's and what changed since. Empty when neither is known; the server leaves out what is not of this memory."""
+    profile = store.profiles.get(record.memory)
+    if profile is not None:
+        return list(profile.chunks)
+    if record.parent is None or not store.has(record.parent):
+        return []
+    before = SnapshotRecord.parse(store.get(record.parent)).memory
+    profile = store.profiles.get(before)
+    if profile is None:
+        return []
+    new = changes(BlockImage.open(reader, record.memory), BlockImage.open(reader, before))
+    named = (chunk for place in new for chunk in (place.leaf, place.chunk))
+    return list(dict.fromkeys([*profile.chunks, *named]))[:ENTRY_LIMIT]
+
+
+def _send(
+    store: ChunkStore, upstream: HttpUpstream, chunks: Sequence[ChunkId], progress: Progress, *, hint: str
+) -> None:
+    """Upload these. ChunkMissingError with this hint for one that is not here."""
+    sizes = [size for chunk in chunks if (size := store.sizes(chunk)) is not None]
+    progress.start(f"pushing {len(chunks)} chunks", sum(stored for _, stored in sizes))
+    for frames in _batches(store, chunks, hint):
+        upstream.upload(frames)
+        progress.advance(sum(frame.stored_bytes for frame in frames))
+
+
+def _batches(store: ChunkStore, chunks: Sequence[ChunkId], hint: str) -> Iterator[list[Frame]]:
     """Frames in requests of about 8 MiB."""
     batch: list[Frame] = []
     size_bytes = 0
     for frame in store.frames(chunks):
         if frame.header.codec is Codec.MISSING:
-            raise ChunkMissingError(frame.id, hint="the image is not complete here; `pvisor pull` fetches all of it")
+            raise ChunkMissingError(frame.id, hint=hint)
         batch.append(frame)
         size_bytes += frame.stored_bytes
         if size_bytes >= _UPLOAD_BYTES:

@@ -1,4 +1,6 @@
-"""What hangs below a name: record -> block images -> leaves -> chunks, and the layer memos that an image came from."""
+"""What hangs below a name: record -> block images -> leaves -> chunks, and the layer memos that an image came from.
+
+A snapshot hangs on an image record and on block images of its own."""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from imaged.errors import ChunkCorruptError, ChunkMissingError
 from imaged.ids import ChunkId
 from imaged.layer import chunk_ids as layer_chunk_ids
 from imaged.record import ImageRecord
+from imaged.snapshot import SnapshotRecord
 
 _LEAVES_AT_ONCE = 256
 
@@ -52,16 +55,45 @@ def reachable(reader: ChunkReader, record: ChunkId) -> Iterator[ChunkId]:
 
     Reads record, roots and leaves only; ChunkMissingError, ChunkCorruptError and FormatError come from those.
     """
-    seen = {record}
+    yield from _each_once(_of_image(reader, record))
+
+
+def reachable_snapshot(reader: ChunkReader, snapshot: ChunkId) -> Iterator[ChunkId]:
+    """Every chunk of a snapshot, each once: record, device state, memory and disk, then its image; not its parent.
+
+    Reads records, roots and leaves only; ChunkMissingError, ChunkCorruptError and FormatError come from those.
+    """
+    yield from _each_once(_of_snapshot(reader, snapshot))
+
+
+def _each_once(chunks: Iterable[ChunkId]) -> Iterator[ChunkId]:
+    seen: set[ChunkId] = set()
+    for chunk in chunks:
+        if chunk not in seen:
+            seen.add(chunk)
+            yield chunk
+
+
+def _of_image(reader: ChunkReader, record: ChunkId) -> Iterator[ChunkId]:
     yield record
     document = ImageRecord.parse(reader.get(record))
     for root in (document.metadata, document.data):
-        image = BlockImage.open(reader, root)
-        for ids in ([root], image.leaf_ids(), image.chunk_ids()):
-            for chunk in ids:
-                if chunk not in seen:
-                    seen.add(chunk)
-                    yield chunk
+        yield from _of_block_image(reader, root)
+
+
+def _of_snapshot(reader: ChunkReader, snapshot: ChunkId) -> Iterator[ChunkId]:
+    yield snapshot
+    document = SnapshotRecord.parse(reader.get(snapshot))
+    for root in document.block_images:
+        yield from _of_block_image(reader, root)
+    yield from _of_image(reader, document.image)
+
+
+def _of_block_image(reader: ChunkReader, root: ChunkId) -> Iterator[ChunkId]:
+    image = BlockImage.open(reader, root)
+    yield root
+    yield from image.leaf_ids()
+    yield from image.chunk_ids()
 
 
 class Marker:
@@ -82,6 +114,18 @@ class Marker:
             return None, {record}
         document = ImageRecord.parse(raw)
         return document, self.block_image(document.metadata) | self.block_image(document.data)
+
+    def snapshot(self, snapshot: ChunkId) -> tuple[SnapshotRecord | None, set[ChunkId]]:
+        """The record, None when it is missing itself, and the chunks that are missing; its parent is none of its own.
+        FormatError."""
+        raw = self._get(snapshot)
+        if raw is None:
+            return None, {snapshot}
+        document = SnapshotRecord.parse(raw)
+        _, lacking = self.image(document.image)
+        for root in document.block_images:
+            lacking = lacking | self.block_image(root)
+        return document, lacking
 
     def layer(self, blob: ChunkId) -> set[ChunkId]:
         """The missing chunks of a layer memo: its own block image, and the file data it names. FormatError."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import TypeVar
 
 from imaged.errors import ChunkError, FormatError, StoreError
 from imaged.faults import store_faults
 from imaged.frame import Frame
 from imaged.ids import ChunkId
 from imaged.index import INDEX_NAME, LOCK_SUFFIX, Index, Location, PackRow
+from imaged.nametable import NameTable, R
 from imaged.pack import (
     PACK_HEADER_BYTES,
     PACK_LIMIT_BYTES,
@@ -20,10 +24,13 @@ from imaged.pack import (
 )
 from imaged.publish import sync_directory
 from imaged.record import ImageRecord
-from imaged.refs import OriginTable, Ref, RefTable, read_copy, write_copy
+from imaged.refs import OriginTable, RefTable
 from imaged.salvage import Salvage, salvage
+from imaged.snapshot import SnapshotRecord
+from imaged.snapshotrefs import SnapshotTable
 from imaged.storelock import StoreLock
 
+T = TypeVar("T")
 _NEW_NAME = "index.rebuild.mdb"
 _COMMIT_COUNT = 4096
 
@@ -31,8 +38,9 @@ _COMMIT_COUNT = 4096
 def rebuild_index(root: Path) -> tuple[list[str], list[str]]:
     """Index every frame that verifies; (errors, notes). StoreBusyError while another process has the store open.
 
-    Names and origins come from the old index, or when that can not be read from `refs.json`. Layer memos are dropped:
-    they are only a cache, and one could promise a chunk that is lost. The old index stays until the new one is durable.
+    Names and origins come from the old index, or when that can not be read from `refs.json` and `snapshots.json`. Layer
+    memos are dropped: they are only a cache, and one could promise a chunk that is lost. The old index stays until the
+    new one is durable.
     """
     errors: list[str] = []
     notes: list[str] = []
@@ -45,7 +53,8 @@ def rebuild_index(root: Path) -> tuple[list[str], list[str]]:
                 _index_pack(index, root, number, old.packs.get(number), errors, notes)
             errors += [f"pack {n}: its file is gone" for n, row in old.packs.items() if _is_lost(root, n, row)]
             RefTable.restore(index, old.refs)
-            OriginTable.restore(index, {**_origins(index, root, old.refs), **old.origins})
+            SnapshotTable.restore(index, old.snapshots)
+            OriginTable.restore(index, {**_origins(index, root, old), **old.origins})
         finally:
             index.close()
         with store_faults("put the new index in place", root):
@@ -53,7 +62,8 @@ def rebuild_index(root: Path) -> tuple[list[str], list[str]]:
             sync_directory(root)
             _remove_new(root)
             (root / (INDEX_NAME + LOCK_SUFFIX)).unlink(missing_ok=True)
-            write_copy(root, {name: ref.to_json() for name, ref in old.refs.items()})
+            RefTable.write_copy(root, old.refs)
+            SnapshotTable.write_copy(root, old.snapshots)
     return errors, notes
 
 
@@ -62,12 +72,17 @@ def _old(root: Path, notes: list[str], errors: list[str]) -> Salvage:
         try:
             return salvage(root / INDEX_NAME)
         except StoreError as error:
-            notes.append(f"{error.message}; names are taken from refs.json")
+            notes.append(f"{error.message}; names are taken from {RefTable.COPY_NAME} and {SnapshotTable.COPY_NAME}")
+    refs, snapshots = _copied(RefTable, root, errors), _copied(SnapshotTable, root, errors)
+    return Salvage(refs=refs, snapshots=snapshots)
+
+
+def _copied(table: type[NameTable[R]], root: Path, errors: list[str]) -> dict[str, R]:
     try:
-        return Salvage(refs=read_copy(root))
+        return table.read_copy(root)
     except FormatError as error:
         errors.append(f"{error.message}; all names are lost")
-        return Salvage()
+        return {}
 
 
 def _is_lost(root: Path, number: int, row: PackRow) -> bool:
@@ -112,19 +127,29 @@ def _index_pack(
         (notes if is_tail else errors).append(text)
 
 
-def _origins(index: Index, root: Path, refs: dict[str, Ref]) -> dict[ChunkId, str]:
+def _origins(index: Index, root: Path, old: Salvage) -> dict[ChunkId, str]:
     """Origins of the block images that the names with an origin consist of, as far as their records are here."""
     found: dict[ChunkId, str] = {}
-    reader = PackReader(root)
-    for ref in refs.values():
-        location = index.find(ref.record) if ref.origin else None
-        if location is None:
-            continue
-        try:
-            frame = Frame.parse(reader.read(location.pack, location.offset, location.stored_bytes))
-            record = ImageRecord.parse(frame.open())
-        except (ChunkError, FormatError):
-            continue
-        found[record.metadata] = found[record.data] = ref.origin
-    reader.close()
+    images = {ref.record: ref.origin for ref in old.refs.values() if ref.origin}
+    with closing(PackReader(root)) as reader:
+        for ref in old.snapshots.values():
+            snapshot = _record(index, reader, ref.record, SnapshotRecord.parse) if ref.origin else None
+            if snapshot is not None:
+                found.update(dict.fromkeys(snapshot.block_images, ref.origin))
+                images.setdefault(snapshot.image, ref.origin)
+        for chunk, origin in images.items():
+            image = _record(index, reader, chunk, ImageRecord.parse)
+            if image is not None:
+                found[image.metadata] = found[image.data] = origin
     return found
+
+
+def _record(index: Index, reader: PackReader, chunk: ChunkId, parse: Callable[[bytes], T]) -> T | None:
+    """One that is here and sound."""
+    location = index.find(chunk)
+    if location is None:
+        return None
+    try:
+        return parse(Frame.parse(reader.read(location.pack, location.offset, location.stored_bytes)).open())
+    except (ChunkError, FormatError):
+        return None

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Self
 
-from imaged.errors import FormatError, InvalidNameError
+from imaged.errors import FormatError
 from imaged.ids import ChunkId
 from imaged.index import Index, Txn
+from imaged.nametable import NameTable, row_key
 from imaged.profile import Profile
-from imaged.publish import published
 
-REFS_NAME = "refs.json"
-_COPY_VERSION = 1
-_KEY_LIMIT_BYTES = 511
 log = logging.getLogger(__name__)
 
 
@@ -64,125 +58,38 @@ _FIELDS: dict[str, type] = {
 }
 
 
-class RefTable:
-    """Names of images, as `str(ImageName)`. Every change is durable at once, and so is all that was put before it.
+class RefTable(NameTable[Ref]):
+    """Names of images, as `str(ImageName)`, with a copy in `refs.json`."""
 
-    A copy of the table is kept in `refs.json`, so that `fsck --rebuild` can bring the names back without the index.
-    """
+    TABLE = "refs"
+    COPY_NAME = "refs.json"
+    WHAT = "a ref"
+    HINT = "`pvisor image rm {name}`, or pull or convert it again"
 
-    def __init__(self, root: Path, index: Index, before_change: Callable[[], None]) -> None:
-        self._root, self._index, self._before_change = root, index, before_change
-
-    def get(self, name: str) -> Ref | None:
-        """FormatError when the row is damaged; it can be set and deleted all the same."""
-        raw = self._index.get("refs", _key(name))
-        return None if raw is None else _ref(name, raw)
-
-    def items(self) -> list[tuple[str, Ref]]:
-        """All of them, by name. FormatError when one is damaged: what it keeps is not known."""
-        return [(key.decode(), _ref(key.decode(), value)) for key, value in self._index.rows("refs")]
-
-    def set(self, name: str, ref: Ref) -> None:
-        self._before_change()
-        with self._index.write("set a name") as txn:
-            held = self._index.get("refs", _key(name), txn=txn)
-            self._index.put(txn, "refs", _key(name), _ref_bytes(ref))
-            self._end_fill(txn, held)
-            self._copy(txn)
-
-    def delete(self, name: str) -> bool:
-        """Whether it was there."""
-        self._before_change()
-        with self._index.write("delete a name") as txn:
-            held = self._index.get("refs", _key(name), txn=txn)
-            found = self._index.delete(txn, "refs", _key(name))
-            self._end_fill(txn, held)
-            try:
-                if found:
-                    self._copy(txn)
-            except OSError as error:
-                # Names are removed to make room: a copy that is one name too long must not stand in the way.
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                log.warning("%s is not up to date: %s", self._root / REFS_NAME, error.strerror)
-        return found
+    @classmethod
+    def parse_row(cls, document: Any) -> Ref:
+        return Ref.from_json(document)
 
     def complete(self, record: ChunkId) -> None:
         """Every chunk of this image is here: its names need no server, and nothing of it is left to fill."""
         self._before_change()
         with self._index.write("note that an image is complete") as txn:
             lazy = {name: ref for name, ref in self._items(txn) if ref.record == record and ref.origin}
-            for name, ref in lazy.items():
-                self._index.put(txn, "refs", _key(name), _ref_bytes(replace(ref, origin="")))
             self._index.delete(txn, "fills", record)
-            if lazy:
-                self._copy(txn)
+            self._update(txn, {name: replace(ref, origin="") for name, ref in lazy.items()})
 
-    def _items(self, txn: Txn) -> Iterator[tuple[str, Ref]]:
-        """Those that are sound: a damaged one must not stand in the way of a change."""
-        for key, value in self._index.rows("refs", txn=txn):
-            try:
-                yield key.decode(), _ref(key.decode(), value)
-            except FormatError as error:
-                log.warning("%s", error.message)
-
-    def _end_fill(self, txn: Txn, held: bytes | None) -> None:
-        """A name is gone or moved on: what it stood for is filled no longer if that was its last one."""
+    def _lost(self, txn: Txn, held: bytes | None) -> None:
+        """What the name stood for is filled no longer if that was its last one."""
         if held is None:
             return
         try:
-            record = _ref("that was", held).record
+            record = self._parse("that was", held).record
         except FormatError as error:
             log.warning("%s", error.message)
             return
         wanted = self._index.get("fills", record, txn=txn) is not None
         if wanted and all(ref.record != record for _, ref in self._items(txn)):
             self._index.delete(txn, "fills", record)
-
-    @staticmethod
-    def restore(index: Index, refs: Mapping[str, Ref]) -> None:
-        """Put names into an index that is being rebuilt; their copy stays as it is."""
-        with index.write("restore names") as txn:
-            for name, ref in refs.items():
-                index.put(txn, "refs", _key(name), _ref_bytes(ref))
-
-    def _copy(self, txn: Txn) -> None:
-        # Inside the transaction: only there are the copies of several processes in the order of their changes.
-        write_copy(self._root, {name: ref.to_json() for name, ref in self._items(txn)})
-
-
-def _ref(name: str, raw: bytes) -> Ref:
-    try:
-        return Ref.from_json(json.loads(raw))
-    except (FormatError, ValueError, RecursionError) as error:
-        hint = f"`pvisor image rm {name}`, or pull or convert it again"
-        raise FormatError(f"name {name}", expected="a ref", found=str(error), hint=hint) from error
-
-
-def _ref_bytes(ref: Ref) -> bytes:
-    return json.dumps(ref.to_json(), sort_keys=True).encode()
-
-
-def write_copy(root: Path, refs: Mapping[str, Any]) -> None:
-    """Replace `refs.json` atomically."""
-    with published(root / REFS_NAME) as file:
-        file.write(json.dumps({"version": _COPY_VERSION, "refs": refs}, sort_keys=True, indent=1).encode())
-
-
-def read_copy(root: Path) -> dict[str, Ref]:
-    """The names in `refs.json`; none when there is no such file. FormatError."""
-    try:
-        document = json.loads((root / REFS_NAME).read_bytes())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise FormatError(REFS_NAME, expected="JSON", found=str(error)) from error
-    if not isinstance(document, dict) or document.get("version") != _COPY_VERSION:
-        raise FormatError(REFS_NAME, expected=f"version {_COPY_VERSION}", found=repr(document)[:80])
-    refs = document.get("refs")
-    if not isinstance(refs, dict):
-        raise FormatError(f"{REFS_NAME}, field refs", expected="object", found=repr(refs)[:80])
-    return {name: Ref.from_json(value) for name, value in refs.items()}
 
 
 class MemoTable:
@@ -196,7 +103,7 @@ class MemoTable:
         self._index, self._before_change = index, before_change
 
     def get(self, diff_id: str) -> ChunkId | None:
-        raw = self._index.get("memos", _key(diff_id))
+        raw = self._index.get("memos", row_key(diff_id))
         return None if raw is None else ChunkId(raw)
 
     def items(self) -> Iterator[tuple[str, ChunkId]]:
@@ -206,12 +113,12 @@ class MemoTable:
     def set(self, diff_id: str, layer: ChunkId) -> None:
         self._before_change()
         with self._index.write("note a layer") as txn:
-            self._index.put(txn, "memos", _key(diff_id), layer)
+            self._index.put(txn, "memos", row_key(diff_id), layer)
 
     def delete(self, diff_id: str) -> bool:
         self._before_change()
         with self._index.write("forget a layer") as txn:
-            return self._index.delete(txn, "memos", _key(diff_id))
+            return self._index.delete(txn, "memos", row_key(diff_id))
 
 
 class OriginTable:
@@ -330,12 +237,3 @@ def _profile(image: ChunkId, raw: bytes) -> Profile | None:
     except FormatError as error:
         log.warning("profile of %s: %s", image, error.message)
         return None
-
-
-def _key(name: str) -> bytes:
-    key = name.encode()
-    if not 0 < len(key) <= _KEY_LIMIT_BYTES:
-        raise InvalidNameError(
-            f"name of {len(key)} bytes: the store takes 1 to {_KEY_LIMIT_BYTES}", hint="give a shorter name"
-        )
-    return key

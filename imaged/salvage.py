@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from imaged import submodule
 from imaged.errors import PvisorError, StoreError
@@ -17,6 +18,7 @@ from imaged.faults import REBUILD_HINT
 from imaged.ids import ChunkId
 from imaged.index import Index, Location, PackRow
 from imaged.refs import Ref
+from imaged.snapshotrefs import SnapshotRef
 
 _TIMEOUT_S = 600.0
 
@@ -26,6 +28,7 @@ class Salvage:
     """What an index says besides where its chunks are."""
 
     refs: dict[str, Ref] = field(default_factory=dict)
+    snapshots: dict[str, SnapshotRef] = field(default_factory=dict)
     origins: dict[ChunkId, str] = field(default_factory=dict)
     packs: dict[int, PackRow] = field(default_factory=dict)
 
@@ -51,6 +54,7 @@ def salvage(path: Path) -> Salvage:
         document = json.loads(result.stdout)
         return Salvage(
             refs={name: Ref.from_json(value) for name, value in document["refs"].items()},
+            snapshots={name: SnapshotRef.from_json(value) for name, value in document["snapshots"].items()},
             origins={ChunkId.parse(image): url for image, url in document["origins"].items()},
             packs={int(number): PackRow(*row) for number, row in document["packs"].items()},
         )
@@ -63,13 +67,17 @@ def _document(path: Path) -> str:
     try:
         for _, value in index.rows("chunks"):
             Location.unpack(value)
-        refs = {key.decode(): json.loads(value) for key, value in index.rows("refs")}
+        refs, snapshots = _names(index, "refs"), _names(index, "snapshots")
         origins = {ChunkId(key).hex(): value.decode() for key, value in index.rows("origins")}
         for _, value in index.rows("memos"):
             ChunkId(value)
-        return json.dumps({"refs": refs, "origins": origins, "packs": index.packs()})
+        return json.dumps({"refs": refs, "snapshots": snapshots, "origins": origins, "packs": index.packs()})
     finally:
         index.close()
+
+
+def _names(index: Index, table: str) -> dict[str, Any]:
+    return {key.decode(): json.loads(value) for key, value in index.rows(table)}
 
 
 def main(path: Path) -> int:

@@ -18,6 +18,7 @@ from imaged.errors import (
     ChunkError,
     FormatError,
     InvalidNameError,
+    NameTakenError,
     NotFoundError,
     PvisorError,
     StoreBusyError,
@@ -25,10 +26,12 @@ from imaged.errors import (
     StoreFullError,
     StoreReadOnlyError,
 )
-from imaged.imageapi import ImageApi, IncompleteImageError, SourceRefusedError
+from imaged.imageapi import ImageApi, SourceRefusedError
 from imaged.jobs import Jobs
+from imaged.measure import IncompleteError
 from imaged.openapi import document
 from imaged.profileapi import ProfileApi
+from imaged.snapshotapi import SnapshotApi
 from imaged.store import ChunkStore
 
 log = logging.getLogger(__name__)
@@ -40,7 +43,8 @@ _STATUS: tuple[tuple[type[PvisorError], int], ...] = (
     (BadUploadError, 400),
     (FormatError, 400),
     (InvalidNameError, 400),
-    (IncompleteImageError, 409),
+    (IncompleteError, 409),
+    (NameTakenError, 409),
     (SourceRefusedError, 403),
     (StoreFullError, 507),
     (StoreReadOnlyError, 403),
@@ -123,6 +127,7 @@ async def application(store: ChunkStore) -> AsyncIterator[web.Application]:
             app[_STORE], app[_BLOCKING] = store, blocking
             app.add_routes(chunks.routes())
             app.add_routes(images.routes())
+            app.add_routes(SnapshotApi(store, chunks, blocking).routes())
             app.add_routes(ProfileApi(store, blocking, denser).routes())
             app.add_routes([web.get("/healthz", _healthz), web.get("/readyz", _readyz)])
             app.add_routes([web.get("/v1/openapi.json", _openapi)])

@@ -24,8 +24,9 @@ from imaged.index import INDEX_NAME, Index, Location, StoreUsage, refuse_lost_in
 from imaged.offers import OfferTable
 from imaged.pack import PACKS_DIRECTORY, PackReader
 from imaged.refs import FillTable, MemoTable, OriginTable, ProfileTable, Ref, RefTable
+from imaged.snapshotrefs import SnapshotTable
 from imaged.storelock import StoreLock
-from imaged.writer import Writer
+from imaged.writer import COMMIT_S, Writer
 
 __all__ = ["ChunkStore", "Ref", "StoreUsage"]
 _LOOKUP_COUNT = 256
@@ -41,12 +42,13 @@ class ChunkStore:
     dropped from the index, so that the same chunk can be put again.
     """
 
-    def __init__(self, root: Path, lock: StoreLock, index: Index, *, readonly: bool) -> None:
+    def __init__(self, root: Path, lock: StoreLock, index: Index, *, readonly: bool, commit_s: float | None) -> None:
         """Use `open`."""
         self.root, self.index, self.readonly = root, index, readonly
-        self._lock, self._reader, self._writer = lock, PackReader(root), Writer(root, index)
+        self._lock, self._reader, self._writer = lock, PackReader(root), Writer(root, index, commit_s=commit_s)
         self._closed = False
         self.refs = RefTable(root, index, self._before_change)
+        self.snapshots = SnapshotTable(root, index, self._before_change)
         self.memos = MemoTable(index, self._before_change)
         self.origins = OriginTable(index, self._before_change)
         self.profiles = ProfileTable(index, self._refuse_readonly)
@@ -54,11 +56,12 @@ class ChunkStore:
         self.offers = OfferTable(index, self._refuse_readonly)
 
     @classmethod
-    def open(cls, root: Path, *, readonly: bool = False) -> Self:
+    def open(cls, root: Path, *, readonly: bool = False, commit_s: float | None = COMMIT_S) -> Self:
         """The store at `root`, made when there is none.
 
         StoreReadOnlyError and StoreFullError as the directory is, StoreBusyError when it is being collected for long.
-        With `readonly` nothing is written; NotFoundError when there is no store.
+        With `readonly` nothing is written; NotFoundError when there is no store. With `commit_s` None only `flush`
+        makes durable what was put, and what was put after it is dropped: nothing is left of who gives up half-way.
         """
         root = root.absolute()
         if readonly:
@@ -72,13 +75,16 @@ class ChunkStore:
             with store_faults("make its directory", root):
                 root.mkdir(mode=0o700, parents=True, exist_ok=True)  # images may be private
                 (root / PACKS_DIRECTORY).mkdir(exist_ok=True)
-        return cls.open_locked(root, StoreLock.shared(root, readonly=readonly), readonly=readonly)
+        return cls.open_locked(root, StoreLock.shared(root, readonly=readonly), readonly=readonly, commit_s=commit_s)
 
     @classmethod
-    def open_locked(cls, root: Path, lock: StoreLock, *, readonly: bool = False) -> Self:
+    def open_locked(
+        cls, root: Path, lock: StoreLock, *, readonly: bool = False, commit_s: float | None = COMMIT_S
+    ) -> Self:
         """For one who holds the directory's lock already; the store releases it when it closes."""
         try:
-            return cls(root, lock, Index.open(root / INDEX_NAME, readonly=readonly), readonly=readonly)
+            index = Index.open(root / INDEX_NAME, readonly=readonly)
+            return cls(root, lock, index, readonly=readonly, commit_s=commit_s)
         except BaseException:
             lock.release()
             raise

@@ -1,4 +1,4 @@
-"""A chunk server over HTTP: frames in one batch, image records, conversion jobs, uploads.
+"""A chunk server over HTTP: frames in one batch, records of images and snapshots, conversion jobs, uploads.
 
 Retrying is done here and, over several servers, in `imaged.fetch`: a broken batch goes on at the frame where it broke.
 """
@@ -16,16 +16,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 from urllib.parse import quote
 
 from imaged.errors import ChunkError, ChunkMissingError, FormatError, NotFoundError, UpstreamError
 from imaged.frame import HEADER_BYTES, Codec, Frame, FrameHeader
 from imaged.httppool import Answer, Call, ConnectionPool, HttpBrokenError
 from imaged.ids import ChunkId
-from imaged.names import ImageName
+from imaged.names import ImageName, snapshot_name
 from imaged.profile import Profile
 from imaged.record import ImageRecord
+from imaged.remote import Job, RemoteImage, RemoteSnapshot
+from imaged.snapshot import SnapshotRecord
 
 BATCH_LIMIT = 4096
 """Ids in one batch; the server refuses more."""
@@ -36,8 +38,6 @@ _FIRST_LIMIT_BYTES = 64 << 20
 _FIRST_LIMIT_S = 10.0
 _AHEAD_LIMIT_S = 600.0
 """How long the parts of a boot answer may take, counted from its first byte; what did not come by then is asked for."""
-_NUMBER_LIMIT = 1 << 53
-"""What JSON's numbers count exactly."""
 _MOST_FRAMES = sys.maxsize
 """What itertools takes: a count in a header may be any number."""
 _RETRY_STATUS = frozenset({408, 429, 500, 502, 503, 504})
@@ -65,77 +65,6 @@ class UpstreamRetryError(UpstreamError):
     def __init__(self, message: str, *, hint: str = "", retry_after_s: float = 0.0) -> None:
         super().__init__(message, hint=hint)
         self.retry_after_s = retry_after_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteImage:
-    """An image as a server lists it. `name` is the server's full name, "" for an image asked for by id only."""
-
-    name: str
-    id: ChunkId
-    record: ImageRecord
-    source: str = ""
-    chunks: int = 0
-    stored_bytes: int = 0
-    created_at: int = 0
-
-    @classmethod
-    def parse(cls, document: Mapping[str, Any], record: ImageRecord | None = None) -> RemoteImage:
-        """From the server's JSON; the record must hash to the id. FormatError otherwise."""
-        try:
-            chunk = ChunkId.parse(document["id"])
-            if record is None:
-                record = ImageRecord.parse(json.dumps(document["record"]).encode())
-            image = cls(
-                name=str(document.get("name", "")),
-                id=chunk,
-                record=record,
-                source=str(document.get("source", "")),
-                chunks=int(document.get("chunks", 0)),
-                stored_bytes=int(document.get("stored_bytes", 0)),
-                created_at=int(document.get("created_at", 0)),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise FormatError("image from the server", expected="name, id and record", found=repr(error)) from error
-        for field, value in (("created_at", image.created_at), ("chunks", image.chunks), ("bytes", image.stored_bytes)):
-            if not 0 <= value < _NUMBER_LIMIT:
-                raise FormatError("image from the server", expected=f"{field} from 0 to 2^53", found=repr(value)[:40])
-        if image.record.id != chunk:
-            raise FormatError("image record from the server", expected=f"id {chunk}", found=str(image.record.id))
-        return image
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A conversion on the server. `state` is queued, running, done or failed; `image` is the result's
-    name, id and warnings."""
-
-    id: str
-    state: str
-    source: str
-    progress: Mapping[str, Any]
-    image: Mapping[str, Any] | None = None
-    error: str = ""
-    hint: str = ""
-
-    @property
-    def finished(self) -> bool:
-        return self.state in ("done", "failed")
-
-    @classmethod
-    def parse(cls, document: Mapping[str, Any]) -> Job:
-        try:
-            return cls(
-                id=str(document["id"]),
-                state=str(document["state"]),
-                source=str(document["source"]),
-                progress=dict(document.get("progress") or {}),
-                image=document.get("image"),
-                error=str(document.get("error", "")),
-                hint=str(document.get("hint", "")),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise FormatError("job from the server", expected="id, state and source", found=repr(error)) from error
 
 
 class HttpUpstream:
@@ -245,7 +174,7 @@ class HttpUpstream:
         body = b"".join(frame.pack() for frame in frames)
         self._json("PUT", "/v1/chunks", raw=body)
 
-    # Images and jobs
+    # Images, snapshots and jobs
 
     def images(self) -> list[RemoteImage]:
         document = self._json("GET", "/v1/images")
@@ -256,13 +185,42 @@ class HttpUpstream:
         return RemoteImage.parse(self._json("GET", _image_path(name)))
 
     @contextlib.contextmanager
-    def boot(self, name: str, *, known: ChunkId | None = None, ahead: bool = False) -> Iterator[BootStream | None]:
+    def boot(
+        self, name: str, *, known: ChunkId | None = None, ahead: bool = False
+    ) -> Iterator[BootStream[RemoteImage] | None]:
         """The image and, in the same answer, every small chunk a first mount needs. None: `known` is still current.
 
         With `ahead` the chunks that the image's profile names follow. What a server sends without end breaks off.
         """
-        headers = {"If-None-Match": f'"{known}"'} if known is not None else {}
         path = f"{_image_path(name)}?view=boot&profile={'chunks' if ahead else 'frame'}"
+
+        def parse(document: Mapping[str, Any], record: bytes) -> RemoteImage:
+            return RemoteImage.parse(document, ImageRecord.parse(record))
+
+        with self._boot(path, f"image {name}", "pvisor-image", parse, known) as stream:
+            yield stream
+
+    @contextlib.contextmanager
+    def boot_snapshot(self, name: str, *, known: ChunkId | None = None) -> Iterator[BootStream[RemoteSnapshot] | None]:
+        """As `boot`, for a snapshot: records, device state, metadata, roots, leaves of its profile."""
+        path = f"{_snapshot_path(name)}?view=boot&profile=frame"
+
+        def parse(document: Mapping[str, Any], record: bytes) -> RemoteSnapshot:
+            return RemoteSnapshot.parse(document, SnapshotRecord.parse(record))
+
+        with self._boot(path, f"snapshot {name}", "pvisor-snapshot", parse, known) as stream:
+            yield stream
+
+    @contextlib.contextmanager
+    def _boot(
+        self,
+        path: str,
+        what: str,
+        header: str,
+        parse: Callable[[Mapping[str, Any], bytes], T],
+        known: ChunkId | None,
+    ) -> Iterator[BootStream[T] | None]:
+        headers = {"If-None-Match": f'"{known}"'} if known is not None else {}
         with contextlib.ExitStack() as stack:
             call = Call()
 
@@ -275,26 +233,25 @@ class HttpUpstream:
             answer = self._retry(attempt)
             if answer.status == 304:
                 if known is None:
-                    raise UpstreamError(f"{self.url}: image {name}: status 304, and nothing was said to be known")
+                    raise UpstreamError(f"{self.url}: {what}: status 304, and nothing was said to be known")
                 answer.read(0)
                 yield None
                 return
             try:
-                document = json.loads(answer.header("pvisor-image"))
+                document = json.loads(answer.header(header))
                 stated_profile, count = document.get("profile"), int(document.get("frames", _MOST_FRAMES))
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-                raise UpstreamError(f"{self.url}: image {name}: no Pvisor-Image header in the answer") from error
+                raise UpstreamError(f"{self.url}: {what}: no {header.title()} header in the answer") from error
             frame, profile = self._read_frame(answer), None
             if frame is not None and stated_profile is not None and str(frame.id) != document.get("id"):
                 profile = self._profile(frame)
                 frame = self._read_frame(answer)
             if frame is None:
-                raise UpstreamRetryError(f"{self.url}: image {name}: an empty answer")
-            record = ImageRecord.parse(frame.open())
-            image = RemoteImage.parse(document, record)
+                raise UpstreamRetryError(f"{self.url}: {what}: an empty answer")
+            found = parse(document, frame.open())
             rest = self._rest(answer)
             first = itertools.islice(rest, min(max(0, count - 1), _MOST_FRAMES))
-            yield BootStream(image, profile, frame, self._bounded(first, call), rest)
+            yield BootStream(found, profile, frame, self._bounded(first, call), rest)
 
     def _bounded(self, frames: Iterator[Frame], call: Call) -> Iterator[Frame]:
         """The first part of a boot answer; then there is more time for what follows it."""
@@ -322,8 +279,30 @@ class HttpUpstream:
         """Name an image whose chunks are all at the server; UpstreamError says how many are not."""
         self._json("PUT", _image_path(name), {"id": str(chunk)})
 
+    def snapshots(self) -> list[RemoteSnapshot]:
+        """Those that can be parsed: what is not as this version knows it is left out, and logged."""
+        document = self._json("GET", "/v1/snapshots")
+        found = []
+        for entry in document.get("snapshots", ()):
+            try:
+                found.append(RemoteSnapshot.parse(entry))
+            except FormatError as error:
+                name = repr(entry.get("name"))[:140] if isinstance(entry, dict) else "one"
+                log.error("snapshot %s of %s is not listed: %s", name, self.url, error.message)
+        return found
+
+    def snapshot(self, name: str) -> RemoteSnapshot:
+        """By name or id. NotFoundError, InvalidNameError."""
+        return RemoteSnapshot.parse(self._json("GET", _snapshot_path(name)))
+
+    def publish_snapshot(self, name: str, snapshot: ChunkId, *, replaces: ChunkId | Literal["*"] | None = None) -> None:
+        """As `publish`, for a snapshot. UpstreamError also when the name stands for another than `replaces`, of which
+        "*" is any."""
+        document = {"id": str(snapshot)} | ({"replaces": str(replaces)} if replaces is not None else {})
+        self._json("PUT", _snapshot_path(name), document)
+
     def profile(self, image: ChunkId) -> Profile | None:
-        """The startup profile of an image; None when the server has none, or not the image. UpstreamError."""
+        """The profile of an image or snapshot; None when the server has none, or not the image. UpstreamError."""
 
         def attempt() -> bytes | None:
             with self._request("GET", f"/v1/profiles/{image}", accept_missing=True) as answer:
@@ -337,7 +316,7 @@ class HttpUpstream:
             raise UpstreamError(f"chunk server {self.url}: {error.message}") from error
 
     def merge_profile(self, image: ChunkId, touched: Sequence[ChunkId]) -> None:
-        """Add one recorded run to the server's profile of an image."""
+        """Add one recorded run to the server's profile of an image or snapshot."""
         self._json("PUT", f"/v1/profiles/{image}", raw=b"".join(touched))
 
     def convert(self, source: str, *, name: str | None = None, platform: str | None = None) -> Job:
@@ -462,12 +441,17 @@ def _image_path(name: str) -> str:
     return f"/v1/images/{quote(name, safe='/:')}"
 
 
-@dataclass(frozen=True, slots=True)
-class BootStream:
-    """The image, its profile if it has one, the frame of its record, and the frames that follow, which are unverified:
-    `first` roots, leaves and metadata chunks, then `rest` those that the profile names."""
+def _snapshot_path(name: str) -> str:
+    """As `_image_path`, for a snapshot."""
+    return f"/v1/snapshots/{name if ChunkId.is_id(name) else snapshot_name(name)}"
 
-    image: RemoteImage
+
+@dataclass(frozen=True, slots=True)
+class BootStream(Generic[T]):
+    """The image or snapshot that was `found`, its profile if it has one, the frame of its record, and the frames that
+    follow, which are unverified: `first` what it starts with, then `rest` those that the profile names."""
+
+    found: T
     profile: Profile | None
     record_frame: Frame
     first: Iterator[Frame]

@@ -1,4 +1,4 @@
-"""Compress and append on a few threads, commit in the background; nothing that was accepted is lost while we live."""
+"""Compress and append on a few threads, commit in the background or on demand; nothing accepted is lost until close."""
 
 from __future__ import annotations
 
@@ -44,12 +44,18 @@ class Writer:
     A chunk is here as bytes until it is appended, then as a location until it is committed. When the disk is full a
     batch stays here, `add` and `flush` raise StoreFullError, and each of them tries again first: so a caller
     that gave up breaks nothing for one that goes on, and memory stays bounded.
+
+    With `commit_s` None nothing is committed but by `flush`, and `close` drops what was added since: for what is of use
+    as a whole or not at all. Where each chunk is stays in memory until then, some 400 bytes a chunk.
     """
 
-    def __init__(self, root: Path, index: Index, *, threads: int | None = None) -> None:
+    def __init__(
+        self, root: Path, index: Index, *, threads: int | None = None, commit_s: float | None = COMMIT_S
+    ) -> None:
         self._queued: dict[ChunkId, bytes] = {}
         self._appender = Appender(root, index)
         self._thread_count = threads or min(4, os.cpu_count() or 1)
+        self._commit_s = commit_s
         self._threads: list[threading.Thread] = []
         self._state, self._retry_lock = threading.Condition(), threading.Lock()
         self._queue: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
@@ -114,9 +120,10 @@ class Writer:
             raise
 
     def close(self) -> None:
-        """Flush and stop; the threads end and the pack is let go also when the flush fails."""
+        """Flush, unless only the caller does, and stop; the threads end and the pack is let go in any case."""
         try:
-            self.flush()
+            if self._commit_s is not None:
+                self.flush()
         finally:
             with self._state:
                 self._closing = True
@@ -137,7 +144,11 @@ class Writer:
             threading.Thread(target=self._compress, name=f"store-compress-{number}", daemon=True)
             for number in range(self._thread_count)
         ]
-        self._threads.append(threading.Thread(target=self._commit_often, name="store-commit", daemon=True))
+        if self._commit_s is not None:
+            commit = threading.Thread(
+                target=self._commit_often, args=(self._commit_s,), name="store-commit", daemon=True
+            )
+            self._threads.append(commit)
         for thread in self._threads:
             thread.start()
 
@@ -190,15 +201,16 @@ class Writer:
                 batch.compress()
                 self._append(batch)
                 self._stuck.remove(batch)
-            self._appender.commit()
+            if self._commit_s is not None:
+                self._appender.commit()
             with self._state:
                 if not self._stuck:
                     self._failure = None
                 self._state.notify_all()
 
-    def _commit_often(self) -> None:
+    def _commit_often(self, every_s: float) -> None:
         while not self._closing:
-            self._wake.wait(COMMIT_S)
+            self._wake.wait(every_s)
             self._wake.clear()
             failed_before = self._failure is not None
             try:

@@ -23,9 +23,10 @@ from imaged.ids import ChunkId
 from imaged.openapi import document
 from imaged.pull import pull_image
 from imaged.reach import reachable
+from imaged.remote import Job
 from imaged.server import application
 from imaged.store import ChunkStore
-from imaged.upstream import HttpUpstream, Job, RetryPolicy
+from imaged.upstream import HttpUpstream, RetryPolicy
 from tests.support.chunkserver import ChunkServer, ask, chunk_server
 from tests.support.oci import make_tar, write_layout
 from tests.support.registry import run_registry

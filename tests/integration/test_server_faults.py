@@ -25,9 +25,10 @@ from imaged.ids import ChunkId
 from imaged.names import SourceName
 from imaged.progress import NoProgress
 from imaged.pull import pull_image
+from imaged.remote import Job, RemoteImage
 from imaged.server import _listen
 from imaged.store import ChunkStore
-from imaged.upstream import BootStream, HttpUpstream, Job, RetryPolicy
+from imaged.upstream import BootStream, HttpUpstream, RetryPolicy
 from tests.support.chunkserver import ChunkServer, ask, chunk_server
 from tests.support.flaky import Content, Handler, run_flaky
 from tests.support.oci import digest, make_tar, write_layout
@@ -109,11 +110,13 @@ class Renaming(HttpUpstream):
         self._changes = changes
 
     @contextlib.contextmanager
-    def boot(self, name: str, *, known: ChunkId | None = None, ahead: bool = False) -> Iterator[BootStream | None]:
+    def boot(
+        self, name: str, *, known: ChunkId | None = None, ahead: bool = False
+    ) -> Iterator[BootStream[RemoteImage] | None]:
         with super().boot(self._changes.get("asked", name), known=known, ahead=ahead) as stream:
             assert stream is not None
-            changed = dataclasses.replace(stream.image, name=self._changes.get("name", stream.image.name))
-            yield dataclasses.replace(stream, image=changed)
+            changed = dataclasses.replace(stream.found, name=self._changes.get("name", stream.found.name))
+            yield dataclasses.replace(stream, found=changed)
 
 
 @pytest.mark.parametrize("lazy", [True, False])

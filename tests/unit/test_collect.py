@@ -164,27 +164,47 @@ def test_images_to_keep_need_no_name(tmp_path: Path) -> None:
         kept, dropped = build_image(store, range(10)), build_image(store, range(5, 15))
         name_image(store, "kept:1", kept)
         store.refs.delete("kept:1")
-    assert collect(tmp_path, keep=[kept.id, ChunkId.of(b"a stage of another store")]).removed_chunks > 0
+    assert collect(tmp_path, keep=lambda: [kept.id, ChunkId.of(b"a stage of another store")]).removed_chunks > 0
     with ChunkStore.open(tmp_path) as store:
         assert store.missing(reachable(store, kept.id)) == []
         assert not store.has(dropped.id)
     assert collect(tmp_path).kept_chunks == 0
 
 
+def test_what_to_keep_is_asked_once_nobody_else_can_write(tmp_path: Path) -> None:
+    """A stage or VM that is made just before the collection has the store is then told of."""
+    with ChunkStore.open(tmp_path) as store:
+        build_image(store, range(10))
+        store.flush()
+    asked = []
+
+    def keep() -> list[ChunkId]:
+        with pytest.raises(StoreBusyError):
+            ChunkStore.open(tmp_path)
+        asked.append(True)
+        return []
+
+    collect(tmp_path, keep=keep, keep_snapshots=keep)
+    assert asked == [True, True]
+    with ChunkStore.open(tmp_path), pytest.raises(StoreBusyError):
+        collect(tmp_path, keep=keep)
+    assert asked == [True, True]
+
+
 def test_a_lazy_image_to_keep_may_lack_chunks(tmp_path: Path) -> None:
     with ChunkStore.open(tmp_path) as store:
         record = build_image(store, range(4))
         drop(store, ChunkId.of(block_bytes(1)))
-    with pytest.raises(StoreError, match="a stage needs, lacks 1 chunks"):
-        collect(tmp_path, keep=[record.id])
+    with pytest.raises(StoreError, match="is in use, lacks 1 chunks"):
+        collect(tmp_path, keep=lambda: [record.id])
     with ChunkStore.open(tmp_path) as store:
         store.origins.set(record.data, "http://127.0.0.1:1")
-    assert collect(tmp_path, keep=[record.id]).removed_chunks == 0
+    assert collect(tmp_path, keep=lambda: [record.id]).removed_chunks == 0
     with ChunkStore.open(tmp_path) as store:
         assert store.origins.get(record.data) == "http://127.0.0.1:1"
         odd = store.put(b"no record")
     with pytest.raises(StoreError, match=f"image {odd}"):
-        collect(tmp_path, keep=[odd])
+        collect(tmp_path, keep=lambda: [odd])
 
 
 def test_space_between_live_chunks_is_freed_at_once(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from imaged.index import INDEX_NAME
 from imaged.pack import PACKS_DIRECTORY, pack_numbers, pack_path
 from imaged.reach import reachable
 from imaged.record import ImageRecord
-from imaged.refs import REFS_NAME
+from imaged.refs import RefTable
 from imaged.store import ChunkStore
 from tests.support.store_images import DIFF_ID, block_bytes, build_image, build_layer, name_image, noise
 
@@ -197,7 +197,7 @@ def test_rebuild_says_which_pack_is_gone(root: Path, record: ImageRecord) -> Non
 
 def test_rebuild_without_names(root: Path, record: ImageRecord) -> None:
     (root / INDEX_NAME).unlink()
-    (root / REFS_NAME).write_text("{")
+    (root / RefTable.COPY_NAME).write_text("{")
     report = check(root, rebuild=True)
     assert any("all names are lost" in error for error in report.errors)
     with ChunkStore.open(root) as store:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import stage
+import vmm
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ALLOWED = {
@@ -83,6 +84,13 @@ def test_the_hot_path_imports_little() -> None:
     assert not loaded & (heavy | errors_and_logs | others | cold)
 
 
+def test_opening_a_snapshot_imports_little() -> None:
+    """What of this package a resume of a virtual machine waits for."""
+    loaded = loaded_by("import fuse.node, fuse.warm, fuse.vmlease, imaged.snapshot")
+    heavy = {"lmdb", "zstandard", "urllib3", "asyncio", "logging", "subprocess", "imaged.store", "fuse.starter"}
+    assert not loaded & heavy
+
+
 def test_a_deferred_module_is_there_when_it_is_used() -> None:
     code = (
         "from cli import startup; startup.begin(); import inspect, dataclasses; from inspect import signature;"
@@ -92,10 +100,24 @@ def test_a_deferred_module_is_there_when_it_is_used() -> None:
     assert "tokenize" in loaded_by(code)
 
 
+def test_modules_that_few_commands_need_come_when_they_are_used() -> None:
+    """click has `platform` imported, pathlib has `ipaddress`, and a start uses neither."""
+    start = "from cli import startup; startup.begin(); import cli.group, cli.run, stage.session"
+    answers = "assert platform.system() == 'Linux'; assert str(ipaddress.ip_address('::1')) == '::1'"
+    code = f"{start}; import platform, ipaddress; {answers}; assert platform.machine() == os.uname().machine"
+    loaded_by(f"import os; {code}")
+    seen = (
+        "assert not hasattr(sys.modules['platform'], '__file__') and not hasattr(sys.modules['ipaddress'], '__file__')"
+    )
+    loaded_by(f"{start}; {seen}")
+
+
 def test_the_python_api_imports_nothing_until_it_is_called() -> None:
-    loaded = loaded_by("import stage; stage")
-    assert {name for name in loaded if name.partition(".")[0] in ALLOWED} == {"stage"}
-    assert stage.run.__module__ == "stage.api"
+    for package in (stage, vmm):
+        name = package.__name__
+        loaded = loaded_by(f"import {name}; {name}")
+        assert {module for module in loaded if module.partition(".")[0] in ALLOWED} == {name}
+        assert package.run.__module__ == f"{name}.api"
 
 
 def test_recovery_is_below_the_stages_that_call_it() -> None:
@@ -104,13 +126,21 @@ def test_recovery_is_below_the_stages_that_call_it() -> None:
 
 def test_no_module_has_the_name_of_a_function_of_the_api() -> None:
     """Importing it would put the module in the function's place."""
-    for name in stage.__all__:
-        assert not (ROOT / "stage" / f"{name}.py").exists()
-        assert getattr(stage, name).__name__ == name
+    for package in (stage, vmm):
+        for name in package.__all__:
+            assert not (ROOT / package.__name__ / f"{name}.py").exists()
+            assert getattr(package, name).__name__ == name
+
+
+def test_exec_and_resume_import_little() -> None:
+    """Neither the store nor what captures a VM: a resume is to be quicker than a look at it."""
+    loaded = loaded_by("from cli import startup; startup.begin(); import cli.group, cli.vm, vmm.execution, vmm.restore")
+    heavy = {"lmdb", "zstandard", "urllib3", "asyncio", "logging", "subprocess", "dis", "shutil", "concurrent.futures"}
+    assert not loaded & (heavy | {"imaged.store", "vmm.disk", "vmm.parking", "vmm.api", "vmm.survey"})
 
 
 def test_until_the_command_handles_an_interrupt_nothing_is_imported() -> None:
     """What Ctrl-C meets before that shows a traceback."""
     assert loaded_by("from cli.main import main") <= {"__future__", "cli", "cli.main"}
-    little = {"__future__", "cli", "cli.startup", "gc", "inspect"}
+    little = {"__future__", "cli", "cli.startup", "gc", "inspect", "ipaddress", "platform"}
     assert loaded_by("from cli import startup; startup.begin()") <= little

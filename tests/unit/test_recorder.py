@@ -11,7 +11,7 @@ import pytest
 
 from fuse import recorder
 from fuse.files import BlockFile, BlockFiles
-from fuse.recorder import LONGEST_S, QUIET_S, Recorder, Recording
+from fuse.recorder import LONGEST_S, MEMORY_LONGEST_S, QUIET_S, MemoryRecording, Recorder, Recording
 from imaged.blockimage import BlockImage
 from imaged.errors import UpstreamError
 from imaged.fetch import Fetcher, Tally
@@ -178,6 +178,30 @@ def test_a_run_that_reads_much_of_the_image_was_no_start_unless_that_is_little(
     assert recording.touched(lambda chunk: (CHUNK, 1)) == []
 
 
+@pytest.mark.parametrize(("name", "value"), [("ENTRY_LIMIT", 3), ("MEMORY_BYTES", 2 * CHUNK)])
+def test_of_a_memory_what_comes_after_the_bounds_is_left_out(
+    file: BlockFile, monkeypatch: pytest.MonkeyPatch, name: str, value: int
+) -> None:
+    recording = MemoryRecording(ChunkId.of(b"snapshot"), file, lambda begun: None)
+    for number in (7, 3, 7, 5, 6):
+        recording.note(number * CHUNK, CHUNK)
+    assert recording.touched(unknown) == way(file, 7, 3, 5, 6)
+    assert list(recording.reads) == [(number * CHUNK, CHUNK) for number in (7, 3, 7, 5, 6)]
+    monkeypatch.setattr(recorder, name, value)
+    assert recording.touched(unknown) == way(file, 7, 3)
+    assert recording.is_too_much() is (name == "MEMORY_BYTES")
+
+
+def test_a_machine_that_never_rests_is_recorded_for_a_while(file: BlockFile) -> None:
+    recording = MemoryRecording(ChunkId.of(b"snapshot"), file, lambda begun: None)
+    recording.note(0, 1)
+    recording.start(0.0)
+    recording.note(1, 1)
+    assert not recording.is_over(QUIET_S)
+    recording.note(2, 1)
+    assert recording.is_over(MEMORY_LONGEST_S)
+
+
 # What is kept
 
 
@@ -191,6 +215,17 @@ def test_what_others_than_a_start_read_is_not_kept(
     file.read(6 * CHUNK, 1)
     made.close()
     assert store.profiles.ids() == []
+
+
+def test_several_machines_on_one_memory_are_one_run(
+    store: ChunkStore, fetcher: Fetcher, image: Synthetic, file: BlockFile
+) -> None:
+    made = Recorder(fetcher)
+    for number in (5, 3):
+        made.watch_memory(image.id, file)
+        file.read(number * CHUNK, 1)
+    made.close()
+    assert store.profiles.get(image.record.data) == Profile().merged(way(file, 5, 3))
 
 
 def run_of(fetcher: Fetcher, image: Synthetic, file: BlockFile, *numbers: int) -> None:

@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from imaged.frame import CHUNK_LIMIT_BYTES, HEADER_BYTES, Codec, Frame, FrameHea
 from imaged.ids import ChunkId
 from imaged.index import INDEX_NAME, Index, StoreUsage
 from imaged.pack import pack_numbers, pack_path
-from imaged.refs import Ref, read_copy
+from imaged.refs import Ref, RefTable
 from imaged.store import ChunkStore
 from tests.support.store_images import block_bytes, noise
 
@@ -306,11 +307,11 @@ def test_refs_keep_a_copy(store: ChunkStore) -> None:
     assert store.index.find(record) is not None
     assert store.refs.get("debian:12") == some_ref(record)
     assert [name for name, _ in store.refs.items()] == ["alpine:latest", "debian:12"]
-    assert read_copy(store.root) == dict(store.refs.items())
+    assert RefTable.read_copy(store.root) == dict(store.refs.items())
     assert store.refs.delete("debian:12")
     assert not store.refs.delete("debian:12")
     assert store.refs.get("debian:12") is None
-    assert list(read_copy(store.root)) == ["alpine:latest"]
+    assert list(RefTable.read_copy(store.root)) == ["alpine:latest"]
 
 
 @pytest.mark.parametrize("name", ["", "x" * 600])
@@ -430,6 +431,32 @@ def test_what_is_not_committed_gives_its_space_back(tmp_path: Path, monkeypatch:
         assert (again.get(chunk), again.has(tail), again.df().dead_bytes) == (block_bytes(1), False, 0)
 
 
+def test_one_that_commits_at_flush_keeps_nothing_that_was_put_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("imaged.writer.COMMIT_BYTES", 1 << 20)
+    with ChunkStore.open(tmp_path) as store:
+        kept = store.put(block_bytes(1))
+    before = pack_path(tmp_path, 1).stat().st_size
+    with ChunkStore.open(tmp_path, commit_s=None) as store:
+        lost = [store.put(noise(300_000, seed)) for seed in range(20)]
+        store.put_frame(Frame.of(noise(1 << 20, 99)))
+        assert store.sizes(lost[-1]) is not None  # all are in the pack by now
+        assert pack_path(tmp_path, 1).stat().st_size > before + (5 << 20)
+        time.sleep(1.5)  # a background commit would have come
+        with ChunkStore.open(tmp_path, readonly=True) as other:
+            assert other.df().chunks == 1
+        assert store.get(lost[0]) == noise(300_000, 0)
+    assert pack_path(tmp_path, 1).stat().st_size == before
+    with ChunkStore.open(tmp_path, commit_s=None) as store:
+        assert (store.get(kept), store.missing(lost)) == (block_bytes(1), lost)
+        again = store.put(noise(300_000, 0))
+        store.flush()
+        store.put(noise(300_000, 1))
+    with ChunkStore.open(tmp_path, readonly=True) as store:
+        assert (store.has(again), store.df().chunks) == (True, 2)
+
+
 def test_an_index_that_is_none(tmp_path: Path) -> None:
     with ChunkStore.open(tmp_path):
         pass
@@ -501,4 +528,4 @@ def test_a_damaged_name_can_be_set_and_deleted(store: ChunkStore, row: bytes) ->
     store.refs.complete(record)
     assert store.refs.delete("bad:1")
     assert [name for name, _ in store.refs.items()] == ["sound:1", "sound:2"]
-    assert read_copy(store.root) == dict(store.refs.items())
+    assert RefTable.read_copy(store.root) == dict(store.refs.items())

@@ -9,7 +9,7 @@ import pytest
 from imaged.errors import FormatError
 from imaged.ids import ChunkId
 from imaged.record import ImageRecord
-from imaged.upstream import RemoteImage
+from imaged.remote import RemoteImage
 
 RECORD = ImageRecord(
     metadata=ChunkId.of(b"metadata"),

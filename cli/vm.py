@@ -1,0 +1,495 @@
+"""`pvisor vm`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cli.arguments import OPTIONS_FIRST, memory_size, own_command
+from cli.common import Settings, age, command_options, human_bytes, output_options, progress, table, warn
+from cli.signals import ending_in_order, forwarding, writer
+from vmm.errors import SETUP_FAILED
+from vmm.workload import WorkloadOptions
+
+if TYPE_CHECKING:
+    from fuse.node import OpenImage
+    from vmm.record import VmRecord
+    from vmm.survey import VmStatus
+    from vmm.vms import Vms
+    from vmm.workload import Workload
+
+
+@click.group(short_help="Run, park, resume and fork virtual machines.")
+def vm() -> None:
+    """Virtual machines over images: run, parked as snapshots, resumed and forked from them.
+
+    \b
+    Examples:
+      pvisor vm run --name build debian:12
+      pvisor vm exec build -- sh -c 'echo work > /root/file'
+      pvisor vm park build
+      pvisor vm fork build -n 4
+      pvisor vm run debian:12 -- cat /etc/os-release
+    """
+
+
+class NameFirst(click.Command):
+    """What follows the name is the command's own, unless it begins with a dash, as no program does: `NAME --json`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with contextlib.suppress(click.UsageError):  # told below
+            words = self.make_parser(ctx).parse_args(args=list(args))[0].get("command")
+            first = words[0] if isinstance(words, tuple) and words else "--"
+            ctx.allow_interspersed_args = first.startswith("-") and first != "--"
+        return super().parse_args(ctx, args)
+
+
+def workload_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of a command that starts a process in a guest; its own failures are exit code 125."""
+
+    @click.option(
+        "-e",
+        "--env",
+        multiple=True,
+        metavar="K=V",
+        help="Set a variable, or pass the caller's with -e K; nothing else of the caller's environment is passed.",
+    )
+    @click.option("-w", "--workdir", metavar="DIR", help="Directory to start in.")
+    @click.option("-u", "--user", metavar="USER", help="User name or id, with :GROUP if wanted.")
+    @click.option("-i", "--interactive", is_flag=True, help="Keep standard input open.")
+    @click.option("-t", "--tty", is_flag=True, help="Give the process a terminal.")
+    @click.option(
+        "--timeout",
+        "timeout_s",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="SECONDS",
+        help="End the command after this time; the exit code is then 124.",
+    )
+    @functools.wraps(function)
+    def command(
+        *arguments: Any,
+        env: tuple[str, ...],
+        workdir: str | None,
+        user: str | None,
+        interactive: bool,
+        tty: bool,
+        **others: Any,
+    ) -> Any:
+        options = WorkloadOptions(env=env, workdir=workdir, user=user, tty=tty)
+        try:
+            return function(*arguments, options=options, stdin=0 if interactive else None, **others)
+        except Exception as error:
+            if not hasattr(error, "exit_code"):
+                error.exit_code = SETUP_FAILED  # type: ignore[attr-defined]
+            raise
+
+    return command
+
+
+def network_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """--net of the commands that start a machine which has an interface already, or has none."""
+    option = click.option(
+        "--net",
+        "network",
+        type=click.Choice(["none", "user"]),
+        help="user: outgoing connections through this host. As it was when not given; none for a pulled snapshot.",
+    )
+    return option(function)
+
+
+def _warn_of_network(records: Sequence[VmRecord], asked: str | None) -> None:
+    for record in records:
+        if record.network == "restricted" and asked is None:
+            warn(
+                f"VM {record.name}: its snapshot was made with a network, which leads nowhere here; "
+                "--net user gives it this host's"
+            )
+
+
+def describe(status: VmStatus) -> dict[str, Any]:
+    """What `ls --json` and the commands that make VMs show of one."""
+    record = status.record
+    return {
+        "name": record.name,
+        "state": status.state,
+        "detail": status.detail,
+        "image": record.image,
+        "image_name": record.image_name or None,
+        "memory_bytes": record.memory_bytes,
+        "cpus": record.cpus,
+        "disk_bytes": record.disk_bytes,
+        "network": record.network,
+        "created_at": record.created_ns // 1_000_000_000,
+        "snapshot": record.snapshot or None,
+        "snapshot_name": record.snapshot_name or None,
+        "pid": status.pid,
+        "private_bytes": status.private_bytes,
+    }
+
+
+@vm.command(cls=NameFirst, context_settings=OPTIONS_FIRST, short_help="Boot a VM, and run a command in it.")
+@click.option("--name", "vm_name", metavar="VM", help="What to call it; the next free name when not given.")
+@click.option(
+    "--memory", "memory_bytes", default="512M", show_default=True, callback=memory_size, metavar="SIZE", help="Its RAM."
+)
+@click.option("--cpus", type=click.IntRange(1, 64), default=1, show_default=True, metavar="N", help="Its processors.")
+@click.option(
+    "--disk", "disk_bytes", callback=memory_size, metavar="SIZE", help="Keep its writes on a disk, not in its RAM."
+)
+@click.option(
+    "--net",
+    "network",
+    type=click.Choice(["none", "user"]),
+    default="none",
+    show_default=True,
+    help="user: outgoing connections through this host.",
+)
+@click.option("--keep", is_flag=True, help="Leave the VM running when CMD has ended.")
+@workload_options
+@click.argument("name", metavar="NAME")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- CMD ARG...]", callback=own_command)
+@command_options
+def run(
+    settings: Settings,
+    name: str,
+    command: tuple[str, ...],
+    vm_name: str | None,
+    memory_bytes: int,
+    cpus: int,
+    disk_bytes: int | None,
+    network: str,
+    keep: bool,
+    options: WorkloadOptions,
+    stdin: int | None,
+    timeout_s: float | None,
+) -> int:
+    """Boot a VM from an image. Without CMD it is left running, and its name is printed.
+
+    With CMD that runs in the VM, which is removed when it has ended. Stdout and exit code are then CMD's own: --json
+    changes nothing there.
+
+    \b
+    Examples:
+      pvisor vm run --name build --memory 1G --disk 8G debian:12
+      pvisor vm run debian:12 -- uname -a
+      pvisor vm run -it debian:12 -- bash
+    """
+    from vmm.boot import Shape, boot, temporary
+    from vmm.vms import Vms
+    from vmm.workload import resolve
+
+    if not command and (options != WorkloadOptions() or stdin is not None or timeout_s is not None or keep):
+        raise click.UsageError("-e, -w, -u, -i, -t, --timeout and --keep are for a CMD: give one after --")
+    vms = Vms(settings.config)
+    shape = Shape(memory_bytes=memory_bytes, cpus=cpus, disk_bytes=disk_bytes or 0, network=network)
+    image, opener = _image(settings, name)
+    with ending_in_order(), ExitStack() as stack:
+        with progress(settings) as told:
+            if not command or keep:
+                record = boot(vms, image, opener, shape, name=vm_name, progress=told)
+            else:
+                made = temporary(vms, image, opener, shape, name=vm_name, progress=told)
+                record = stack.enter_context(made)
+        if not command:
+            _show(settings, vms, record.name)
+            return 0
+        workload = resolve(record.image_config, command, options, entrypoint=True)
+        return _execute(vms, record.name, workload, stdin, timeout_s, tty=options.tty)
+
+
+def _image(settings: Settings, name: str) -> tuple[str, Callable[[], OpenImage]]:
+    """The image's name, and what opens it; one of another source is pulled first."""
+    from fuse import node
+    from imaged.names import ImageName, SourceName
+
+    if SourceName.is_source(name):
+        from cli.convert import pull_image
+
+        name = pull_image(settings, name, lazy=True).name
+    ImageName.parse(name)  # a bad name is wrong usage; the daemon could only say that it failed
+    config = settings.config
+    return name, lambda: node.open_image(config, name, server=config.server, start=True)
+
+
+def _execute(vms: Vms, name: str, workload: Workload, stdin: int | None, timeout_s: float | None, *, tty: bool) -> int:
+    from vmm.agent import Control
+    from vmm.execution import execute
+
+    with ExitStack() as stack:
+        control = stack.enter_context(Control())
+        stack.enter_context(forwarding(control.signal))
+        terminal = None
+        if tty:
+            from cli.terminal import guest_terminal
+
+            terminal = stack.enter_context(guest_terminal(control, keys=stdin is not None))
+        return execute(
+            vms,
+            name,
+            workload,
+            stdin=stdin,
+            stdout=writer(1),
+            stderr=writer(2),
+            timeout_s=timeout_s,
+            terminal=terminal,
+            control=control,
+        )
+
+
+def _show(settings: Settings, vms: Vms, name: str) -> None:
+    if not settings.json_output:
+        settings.emit(None, name)
+        return
+    from vmm.survey import status
+
+    settings.emit(describe(status(vms, name)), name)
+
+
+def _show_all(settings: Settings, vms: Vms, records: Sequence[VmRecord]) -> None:
+    names = "\n".join(record.name for record in records)
+    if not settings.json_output:
+        settings.emit(None, names)
+        return
+    from vmm.survey import look
+
+    settings.emit([describe(status) for status in look(vms, records)], names)
+
+
+@vm.command("ls", short_help="List VMs, and what they do.")
+@output_options
+def list_vms(settings: Settings) -> None:
+    """List VMs: running, parked, or ended and why.
+
+    PRIVATE is the memory that only this VM has: a parked one has none.
+
+    \b
+    Example:
+      pvisor vm ls
+    """
+    from vmm.survey import survey
+    from vmm.vms import Vms
+
+    vms = Vms(settings.config)
+    found = survey(vms)
+    for name, record in vms.found():
+        if record is None:
+            warn(f"VM {name!r} is damaged: its vm.json does not say what it is; `pvisor vm rm {name}` removes it")
+
+    def text() -> str:
+        now = time.time()
+        rows = [
+            [
+                status.name,
+                status.state,
+                status.record.image_name or status.record.image[:12] or "-",
+                age(now - status.record.created_ns / 1e9),
+                human_bytes(status.record.memory_bytes) if status.record.memory_bytes else "-",
+                human_bytes(status.private_bytes) if status.pid is not None else "-",
+                status.record.snapshot_name or status.record.snapshot[:12] or "-",
+                status.detail,
+            ]
+            for status in found
+        ]
+        return table(["VM", "STATE", "IMAGE", "AGE", "MEMORY", "PRIVATE", "SNAPSHOT", ""], rows)
+
+    settings.emit([describe(status) for status in found], text)
+
+
+@vm.command("exec", cls=NameFirst, context_settings=OPTIONS_FIRST, short_help="Run a command in a VM.")
+@workload_options
+@click.argument("name", metavar="VM")
+@click.argument(
+    "command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD ARG...", callback=own_command
+)
+@output_options
+def execute(
+    settings: Settings,
+    name: str,
+    command: tuple[str, ...],
+    options: WorkloadOptions,
+    stdin: int | None,
+    timeout_s: float | None,
+) -> int:
+    """Run a command in a running VM. Stdout and exit code are the command's own: --json changes nothing there.
+
+    Ctrl-C goes to the command; the third one leaves it running and ends this.
+
+    \b
+    Examples:
+      pvisor vm exec build -- make -j4
+      pvisor vm exec -it build -- bash
+      pvisor vm exec -i -w /src build -- tar -x < sources.tar
+    """
+    from vmm.vms import Vms
+    from vmm.workload import resolve
+
+    if not command:
+        raise click.UsageError("give a command after --")
+    vms = Vms(settings.config)
+    workload = resolve(vms.get(name).image_config, command, options, entrypoint=False)
+    return _execute(vms, name, workload, stdin, timeout_s, tty=options.tty)
+
+
+@vm.command(short_help="Write a VM into the store, and end it.")
+@click.option(
+    "--as",
+    "snapshot",
+    metavar="SNAP",
+    help="What to call the snapshot; as the VM when not given, or VM-1, VM-2 where another has that name.",
+)
+@click.argument("name", metavar="VM")
+@output_options
+def park(settings: Settings, name: str, snapshot: str | None) -> None:
+    """Write a VM into the store and end it: it then holds no process and no memory, and goes on with `vm resume`.
+
+    Of a VM that came from a snapshot only what it has changed since is read and stored. When it can not be parked, it
+    runs on.
+
+    \b
+    Examples:
+      pvisor vm park build
+      pvisor vm park build --as with-tools
+    """
+    from vmm.parking import park as park_vm
+    from vmm.vms import Vms
+
+    with ending_in_order(), progress(settings) as told:
+        parked = park_vm(Vms(settings.config), name, snapshot=snapshot, progress=told)
+    document = {
+        "name": parked.vm,
+        "state": "parked",
+        "snapshot": parked.snapshot,
+        "snapshot_name": parked.name,
+        "dirty_bytes": parked.dirty_bytes,
+        "memory_bytes": parked.memory_bytes,
+        "stopped_s": round(parked.stopped_s, 6),
+    }
+    settings.emit(document, parked.name)
+
+
+@vm.command(short_help="Let a parked VM, or a snapshot, go on.")
+@click.option("--name", "vm_name", metavar="VM", help="Make a new VM of this name.")
+@network_option
+@click.argument("name", metavar="SNAP|VM")
+@command_options
+def resume(settings: Settings, name: str, vm_name: str | None, network: str | None) -> None:
+    """Let a parked VM go on where it was; or a new VM from a snapshot, which is called as the snapshot is.
+
+    A snapshot that is not here is pulled lazily from the server first.
+
+    The guest gets the time of now and new random numbers. Its memory comes when it is touched.
+
+    \b
+    Examples:
+      pvisor vm resume build
+      pvisor vm resume with-tools --name build2
+    """
+    from vmm.restore import resume as resume_vm
+    from vmm.vms import Vms
+
+    vms = Vms(settings.config)
+    with ending_in_order(), progress(settings) as told:
+        record = resume_vm(vms, name, name=vm_name, network=network, server=vms.config.server, progress=told)
+    _warn_of_network([record], network)
+    _show_all(settings, vms, [record])
+
+
+@vm.command(short_help="Make new VMs of a VM or a snapshot.")
+@click.option("-n", "count", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="How many.")
+@network_option
+@click.argument("name", metavar="SNAP|VM")
+@command_options
+def fork(settings: Settings, name: str, count: int, network: str | None) -> None:
+    """Make new VMs that go on from what a VM is now, or from a snapshot; a running VM goes on itself.
+
+    They are called NAME-1, NAME-2 and so on. Each gets a name, a machine id, an address and random numbers of its own.
+    All are made, or none.
+
+    \b
+    Example:
+      pvisor vm fork build -n 4
+    """
+    from vmm.restore import fork as fork_vm
+    from vmm.vms import Vms
+
+    vms = Vms(settings.config)
+    with ending_in_order(), progress(settings) as told:
+        records = fork_vm(vms, name, count, network=network, server=vms.config.server, progress=told)
+    _warn_of_network(records, network)
+    _show_all(settings, vms, records)
+
+
+@vm.command(short_help="Use a VM's serial line.")
+@click.argument("name", metavar="VM")
+@output_options
+def console(settings: Settings, name: str) -> None:
+    """Use the serial line of a VM: a shell of the guest. Ctrl-] ends the connection, not the shell.
+
+    With --json it only prints where the socket of the line is.
+
+    \b
+    Example:
+      pvisor vm console build
+    """
+    from cli.console import converse
+    from vmm.errors import VmStateError
+    from vmm.survey import status
+    from vmm.vms import Vms
+
+    vms = Vms(settings.config)
+    found = status(vms, name)
+    if found.pid is None:
+        raise VmStateError(f"VM {name!r} is {found.state}, not running", hint="`pvisor vm ls` tells more")
+    path = vms.run(name) / "serial.sock"
+    if settings.json_output:
+        settings.emit({"name": name, "socket": str(path)}, "")
+        return
+    if sys.stdin.isatty():
+        print("Ctrl-] ends this", file=sys.stderr)
+    converse(path)
+
+
+@vm.command("rm", short_help="End and remove VMs.")
+@click.option("--keep-snapshot", is_flag=True, help="Keep what a parked VM is parked as.")
+@click.argument("names", nargs=-1, required=True, metavar="VM...")
+@output_options
+def remove(settings: Settings, names: tuple[str, ...], keep_snapshot: bool) -> None:
+    """End VMs and remove what they wrote.
+
+    With a parked VM goes the snapshot that it is parked as, unless that was named with --as. Of a VM that runs or has
+    ended its last park stays, and so do VMs that were forked from any.
+
+    \b
+    Example:
+      pvisor vm rm build build-1
+    """
+    from vmm.removal import remove as remove_vm
+    from vmm.vms import Vms
+
+    vms, removed = Vms(settings.config), []
+    try:
+        for name in dict.fromkeys(names):
+            removed.append(remove_vm(vms, name, keep_snapshot=keep_snapshot))  # noqa: PERF401
+    finally:
+        if removed:
+            found = [asdict(one) for one in removed]
+            settings.emit({"removed": found}, "\n".join(one.name for one in removed))
+        for one in removed:
+            if one.kept is not None and not keep_snapshot:
+                print(_what_stays(one.name, one.kept), file=sys.stderr)
+
+
+def _what_stays(name: str, snapshot: str) -> str:
+    again = f"pvisor vm resume {snapshot}" + ("" if snapshot == name else f" --name {name}")
+    return (
+        f"pvisor: snapshot {snapshot}, the last park of VM {name}, stays: `{again}` goes on from it, "
+        f"`pvisor snapshot rm {snapshot}` removes it"
+    )

@@ -1,0 +1,128 @@
+"""What a chunk server says of its images, snapshots and conversions: its JSON, checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from imaged.errors import FormatError
+from imaged.ids import ChunkId
+from imaged.record import ImageRecord
+from imaged.snapshot import SnapshotRecord
+
+_NUMBER_LIMIT = 1 << 53
+"""What JSON's numbers count exactly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteImage:
+    """An image as a server lists it. `name` is the server's full name, "" for an image asked for by id only."""
+
+    name: str
+    id: ChunkId
+    record: ImageRecord
+    source: str = ""
+    chunks: int = 0
+    stored_bytes: int = 0
+    created_at: int = 0
+
+    @classmethod
+    def parse(cls, document: Mapping[str, Any], record: ImageRecord | None = None) -> RemoteImage:
+        """From the server's JSON; the record must hash to the id. FormatError otherwise."""
+        try:
+            chunk = ChunkId.parse(document["id"])
+            if record is None:
+                record = ImageRecord.parse(json.dumps(document["record"]).encode())
+            image = cls(
+                name=str(document.get("name", "")),
+                id=chunk,
+                record=record,
+                source=str(document.get("source", "")),
+                chunks=int(document.get("chunks", 0)),
+                stored_bytes=int(document.get("stored_bytes", 0)),
+                created_at=int(document.get("created_at", 0)),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise FormatError("image from the server", expected="name, id and record", found=repr(error)) from error
+        _check("image", image)
+        return image
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteSnapshot:
+    """A snapshot as a server lists it."""
+
+    name: str
+    id: ChunkId
+    record: SnapshotRecord
+    chunks: int = 0
+    stored_bytes: int = 0
+    created_at: int = 0
+
+    @classmethod
+    def parse(cls, document: Mapping[str, Any], record: SnapshotRecord | None = None) -> RemoteSnapshot:
+        """From the server's JSON; the record must hash to the id. FormatError otherwise."""
+        try:
+            chunk = ChunkId.parse(document["id"])
+            if record is None:
+                record = SnapshotRecord.parse(_canonical(document["record"]))
+            snapshot = cls(
+                name=str(document["name"]),
+                id=chunk,
+                record=record,
+                chunks=int(document.get("chunks", 0)),
+                stored_bytes=int(document.get("stored_bytes", 0)),
+                created_at=int(document.get("created_at", 0)),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise FormatError("snapshot from the server", expected="name, id and record", found=repr(error)) from error
+        _check("snapshot", snapshot)
+        return snapshot
+
+
+def _canonical(record: Any) -> bytes:
+    """The record's own bytes: in an answer it is an object like any other."""
+    return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _check(what: str, found: RemoteImage | RemoteSnapshot) -> None:
+    for field, value in (("created_at", found.created_at), ("chunks", found.chunks), ("bytes", found.stored_bytes)):
+        if not 0 <= value < _NUMBER_LIMIT:
+            raise FormatError(f"{what} from the server", expected=f"{field} from 0 to 2^53", found=repr(value)[:40])
+    if found.record.id != found.id:
+        raise FormatError(f"{what} record from the server", expected=f"id {found.id}", found=str(found.record.id))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A conversion on the server. `state` is queued, running, done or failed; `image` is the result's
+    name, id and warnings."""
+
+    id: str
+    state: str
+    source: str
+    progress: Mapping[str, Any]
+    image: Mapping[str, Any] | None = None
+    error: str = ""
+    hint: str = ""
+
+    @property
+    def finished(self) -> bool:
+        return self.state in ("done", "failed")
+
+    @classmethod
+    def parse(cls, document: Mapping[str, Any]) -> Job:
+        try:
+            return cls(
+                id=str(document["id"]),
+                state=str(document["state"]),
+                source=str(document["source"]),
+                progress=dict(document.get("progress") or {}),
+                image=document.get("image"),
+                error=str(document.get("error", "")),
+                hint=str(document.get("hint", "")),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError("job from the server", expected="id, state and source", found=repr(error)) from error

@@ -1,0 +1,58 @@
+"""What a park that fails says of its VM, without a VM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from imaged.errors import StoreError
+from vmm import parking, recovery
+from vmm.errors import QemuError
+from vmm.process import Ending
+from vmm.qemu import Qemu
+from vmm.vms import Held
+
+
+class Stopped:
+    """A QEMU that does not continue its guest, because it has ended or not."""
+
+    def __init__(self, ending: Ending | None) -> None:
+        self._ending = ending
+
+    def cont(self) -> None:
+        raise QemuError("no answer")
+
+    def ending(self) -> Ending | None:
+        return self._ending
+
+
+def held(undone: list[str]) -> Held:
+    undo = SimpleNamespace(name="web", run=Path("/nowhere"), record=None, undo=lambda: undone.append("web"))
+    return cast(Held, undo)
+
+
+@pytest.mark.parametrize("ending", [None, Ending(signal=9, crashed=True)])
+def test_a_guest_that_can_not_go_on(ending: Ending | None) -> None:
+    undone: list[str] = []
+    error = StoreError("no room", hint="make some")
+    parking._go_on(held(undone), cast(Qemu, Stopped(ending)), error)
+    if ending is None:
+        assert error.hint.startswith("VM web could not be continued yet (no answer): `pvisor vm ls` tries again; ")
+        assert undone == []
+    else:
+        assert error.hint == "VM web has ended: signal 9 (SIGKILL); make some"
+        assert undone == ["web"]
+
+
+def test_that_it_can_not_be_told_whether_it_is_parked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> str:
+        raise StoreError("the index can not be read")
+
+    monkeypatch.setattr(recovery, "published", broken)
+    with pytest.raises(QemuError, match="lost") as raised:
+        parking._published(cast(Any, None), held([]), QemuError("lost"))
+    assert "stands still (the index can not be read)" in raised.value.hint
+    assert "`pvisor vm ls`" in raised.value.hint

@@ -1,0 +1,342 @@
+"""The agent in a guest, as the host sees it: run processes, give the guest its identity, end it.
+
+One `Agent` is one session on one of the guest's ports, and does one thing at a time; several in parallel (up to eight)
+are several `Agent.connect`. When a session ends, however it ends, what it has started in the guest goes on.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+from vmm import agentproto
+from vmm.agentlink import AgentLink
+from vmm.agentproto import PAYLOAD_MAX, STDIN_WINDOW, Frame, Kind
+from vmm.errors import NOT_EXECUTABLE, NOT_FOUND, AgentError, AgentTimeoutError, VmCommandError, VmSetupError
+
+ANSWER_TIMEOUT_S = 60.0
+"""How long a question that takes the agent no time may wait: a VM can be paused while it is captured."""
+_ENTROPY_BYTES = 64
+_INPUT_PIECE = 65536
+_CONTROL = struct.Struct(">c 2H")
+
+
+class Ended(NamedTuple):
+    """How a process ended: by itself (`code`), or by a signal. `timed_out` when its timeout ended it."""
+
+    code: int | None
+    signal: int | None
+    timed_out: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell gives it: the code, or 128 + the signal."""
+        return self.code if self.code is not None else 128 + (self.signal or 0)
+
+
+class Control:
+    """Signals and window sizes for a running `execute`; may be used from signal handlers and other threads."""
+
+    def __init__(self) -> None:
+        self._source, self._target = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def signal(self, number: int) -> None:
+        """Sends it to the process group of the job (with a terminal, to the group in front)."""
+        self._put(_CONTROL.pack(b"s", number, 0))
+
+    def window(self, rows: int, columns: int) -> None:
+        """The terminal has this size now."""
+        self._put(_CONTROL.pack(b"w", rows, columns))
+
+    def _put(self, message: bytes) -> None:
+        try:
+            os.write(self._target, message)
+        except BlockingIOError as error:
+            raise AgentError("13,000 signals wait for a guest that does not take them") from error
+
+    def fileno(self) -> int:
+        return self._source
+
+    def take(self) -> list[tuple[bytes, int, int]]:
+        """What was put since the last time: (b"s", number, 0) or (b"w", rows, columns)."""
+        try:
+            data = os.read(self._source, _CONTROL.size * 256)  # a pipe's writes of this size are atomic
+        except BlockingIOError:
+            return []
+        return list(_CONTROL.iter_unpack(data))
+
+    def close(self) -> None:
+        os.close(self._source)
+        os.close(self._target)
+
+    def __enter__(self) -> Control:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class Agent:
+    """A session with the agent. Not for sharing between threads; after an error only `close` is useful."""
+
+    def __init__(self, link: AgentLink) -> None:
+        self._link = link
+
+    @classmethod
+    def connect(cls, run_dir: Path, *, timeout_s: float = 30.0) -> Agent:
+        """Takes a free port (`agent-N.sock` in `run_dir`) and waits until the agent answers on it.
+
+        AgentBusyError when no port became free in the time, AgentTimeoutError when the agent did not answer (the guest
+        still boots, is paused or hangs), AgentError when no QEMU listens or it ended meanwhile.
+        """
+        return cls(AgentLink.open(run_dir, timeout_s=timeout_s))
+
+    def close(self) -> None:
+        self._link.close()
+
+    def __enter__(self) -> Agent:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def ping(self, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        """Returns when the agent has answered."""
+        token = agentproto.new_nonce()
+        self._link.send(Kind.PING, token)
+        if self._answer(Kind.PONG, timeout_s) != token:
+            raise AgentError("the agent answered another question")
+
+    def execute(
+        self,
+        argv: Sequence[str | bytes],
+        *,
+        env: Mapping[str, str] | Mapping[bytes, bytes] | None = None,
+        cwd: str | None = None,
+        user: str | None = None,
+        stdin: int | bytes | None = None,
+        stdout: Callable[[bytes], object],
+        stderr: Callable[[bytes], object],
+        timeout_s: float | None = None,
+        terminal: tuple[int, int] | None = None,
+        control: Control | None = None,
+        on_start: Callable[[], None] | None = None,
+    ) -> Ended:
+        """Runs a program in the guest and hands its output over as it comes, complete, in the order of each stream.
+
+        `env` is the whole environment (PATH and HOME are added where missing); str arguments may hold surrogate
+        escapes for bytes that are no UTF-8. `user` is `name` or `uid`, either with `:group`, by the guest's own
+        /etc/passwd. `stdin` is a descriptor that is read as the program takes it, bytes, or nothing (/dev/null).
+        A callback that blocks holds the program back; one that raises BrokenPipeError has its stream closed in the
+        guest, so that the program gets SIGPIPE; other exceptions end the session, not the program.
+
+        After `timeout_s` on the guest's clock (it stands while the VM is paused) all processes of the job get SIGTERM,
+        two seconds later SIGKILL. `terminal` is (rows, columns): the program gets a terminal of this size, and all of
+        its output comes to `stdout`. `on_start` is called once the program runs.
+
+        Returns when the program has ended and what it wrote is handed over; processes it left behind go on.
+        VmCommandError (126, 127) when it can not be executed, VmSetupError for a user that is not there or a directory
+        that is not and can not be made, AgentError when the connection broke: the program then goes on if it was
+        started and the VM lives.
+        """
+        items = [(b"a", os.fsencode(argument)) for argument in argv]
+        items += [(b"e", os.fsencode(name) + b"=" + os.fsencode(value)) for name, value in (env or {}).items()]
+        if any(b"\0" in value for _, value in items):
+            raise VmSetupError("an argument or variable has a NUL byte, which none can have")
+        if cwd is not None:
+            items.append((b"d", os.fsencode(cwd)))
+        if user is not None:
+            items.append((b"u", os.fsencode(user)))
+        if timeout_s is not None:
+            items.append((b"t", str(max(1, round(timeout_s * 1000))).encode()))
+        if stdin is not None:
+            items.append((b"i", b""))
+        if terminal is not None:
+            items.append((b"w", agentproto.window_size(*terminal)))
+        self._request(Kind.EXECUTE, items)
+        source = _Input(stdin)
+        until = None if timeout_s is None else time.monotonic() + timeout_s + ANSWER_TIMEOUT_S
+        outputs = {Kind.STDOUT: stdout, Kind.STDERR: stderr}
+        while True:
+            for frame in self._turn(source, control, until):
+                if frame.kind in outputs:
+                    try:
+                        outputs[frame.kind](frame.payload)
+                    except BrokenPipeError:
+                        outputs[frame.kind] = _discard
+                        self._link.send(Kind.CLOSE, b"\1" if frame.kind is Kind.STDOUT else b"\2")
+                elif frame.kind is Kind.CREDIT:
+                    source.credit += agentproto.credit(frame.payload)
+                elif frame.kind is Kind.STARTED:
+                    if on_start is not None:
+                        on_start()
+                elif frame.kind is Kind.ENDED:
+                    code, signal, timed_out = agentproto.ended(frame.payload)
+                    return Ended(code=None if signal else code, signal=signal or None, timed_out=timed_out)
+                else:
+                    raise self._unexpected(frame)
+
+    def identify(
+        self,
+        *,
+        hostname: str | None = None,
+        machine_id: str | None = None,
+        time_ns: int | None = None,
+        entropy: bytes | None = None,
+        mac: str | None = None,
+        timeout_s: float = ANSWER_TIMEOUT_S,
+    ) -> tuple[str, ...]:
+        """Makes the guest another than its siblings; what is None stays as it is. Then jobs that are held go on.
+
+        `machine_id` is 32 hex digits, `time_ns` the wall clock (Unix time), `entropy` at least 32 bytes that no other
+        guest gets, mixed into the kernel's generator, which is then reseeded; `mac` is xx:xx:xx:xx:xx:xx, for the first
+        network interface. Returns what could not be done and does no harm (files of a full root); AgentError
+        when clock, generator, hostname or address could not be set.
+        """
+        items: list[tuple[bytes, bytes]] = []
+        if entropy is not None:
+            if len(entropy) < 32:
+                raise ValueError(f"{len(entropy)} bytes of entropy, fewer than 32")
+            items.append((b"r", entropy[:_ENTROPY_BYTES]))
+        if hostname is not None:
+            items.append((b"h", hostname.encode()))
+        if machine_id is not None:
+            items.append((b"m", machine_id.encode()))
+        if mac is not None:
+            items.append((b"n", bytes.fromhex(mac.replace(":", ""))))
+        if time_ns is not None:
+            items.append((b"c", struct.pack(">2Q", *divmod(time_ns, 10**9))))
+        self._request(Kind.IDENTIFY, items)
+        return _texts(self._answer(Kind.DONE, timeout_s))
+
+    def hold(self, *, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[str, ...]:
+        """Holds all jobs still, until `identify` or, without one, for five seconds of the guest's time.
+
+        Returns what could not be done: a text when some did not stand still within a second. AgentError when nothing
+        can be held.
+        """
+        self._link.send(Kind.HOLD, b"")
+        return _texts(self._answer(Kind.DONE, timeout_s))
+
+    def shutdown(self, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        """Makes the guest's init end all processes, unmount the disks and power off; QEMU ends when that is done.
+
+        Returns when it has begun, with all that was written until then on the guest's disks.
+        """
+        self._link.send(Kind.SHUTDOWN, b"")
+        self._answer(Kind.DONE, timeout_s)
+
+    def _request(self, kind: Kind, items: Sequence[tuple[bytes, bytes]]) -> None:
+        """PART frames as needed, the last as `kind`."""
+        data = memoryview(agentproto.fields(items))
+        if len(data) > agentproto.REQUEST_MAX:
+            raise VmSetupError(f"arguments and environment are {len(data)} bytes, more than {agentproto.REQUEST_MAX}")
+        while len(data) > PAYLOAD_MAX:
+            self._link.send(Kind.PART, data[:PAYLOAD_MAX])
+            data = data[PAYLOAD_MAX:]
+        self._link.send(kind, data)
+
+    def _answer(self, kind: Kind, timeout_s: float) -> bytes:
+        until = time.monotonic() + timeout_s
+        while True:
+            for frame in self._link.turn(until - time.monotonic()):
+                if frame.kind is kind:
+                    return frame.payload
+                raise self._unexpected(frame)
+            if time.monotonic() >= until:
+                raise AgentTimeoutError(
+                    f"the agent did not answer in {timeout_s:g} s: what it did is not known",
+                    hint="the guest is paused or hangs; pvisor vm console shows its console",
+                )
+
+    def _turn(self, source: _Input, control: Control | None, until: float | None) -> list[Frame]:
+        """Waits for something to do, does it, and returns the frames that came."""
+        wait_s = None if until is None else until - time.monotonic()
+        if wait_s is not None and wait_s <= 0:
+            raise AgentTimeoutError("the agent did not end the job at its timeout: what became of it is not known")
+        others: dict[int, int] = {}
+        if control is not None:
+            others[control.fileno()] = select.POLLIN
+        if source.wants and not self._link.backlog:
+            if source.descriptor is None:
+                wait_s = 0.0
+            else:
+                others[source.descriptor] = select.POLLIN
+        frames = self._link.turn(wait_s, others)
+        if control is not None and control.fileno() in self._link.ready:
+            for what, first, second in control.take():
+                if what == b"s":
+                    self._link.send(Kind.SIGNAL, bytes([first]))
+                else:
+                    self._link.send(Kind.WINDOW, agentproto.window_size(first, second))
+        if (
+            source.wants
+            and not self._link.backlog
+            and (source.descriptor is None or source.descriptor in self._link.ready)
+        ):
+            for piece in source.take():
+                self._link.send(Kind.STDIN, piece)
+        return frames
+
+    def _unexpected(self, frame: Frame) -> Exception:
+        if frame.kind is not Kind.REFUSED:
+            return AgentError(f"the agent answered with {frame.kind.name}", hint="this is a defect, please report it")
+        code, text = agentproto.refused(frame.payload)
+        if code in (NOT_EXECUTABLE, NOT_FOUND):
+            return VmCommandError(text, exit_code=code)
+        return VmSetupError(text)
+
+
+class _Input:
+    """A job's stdin: bytes or a descriptor, and the credit to send it."""
+
+    def __init__(self, stdin: int | bytes | None) -> None:
+        self.credit = STDIN_WINDOW
+        self.descriptor = stdin if isinstance(stdin, int) else None
+        self._rest = memoryview(stdin) if isinstance(stdin, bytes) else memoryview(b"")
+        self._open = stdin is not None
+
+    @property
+    def wants(self) -> bool:
+        return self._open and self.credit > 0
+
+    def take(self) -> deque[bytes | memoryview]:
+        """What to send now; an empty piece is the end."""
+        pieces: deque[bytes | memoryview] = deque()
+        if self.descriptor is not None:
+            data = memoryview(_read(self.descriptor, min(self.credit, _INPUT_PIECE)))
+            at_end = not data
+        else:
+            data, self._rest = self._rest[: self.credit], self._rest[self.credit :]
+            at_end = not self._rest
+        self.credit -= len(data)
+        pieces.extend(data[start : start + PAYLOAD_MAX] for start in range(0, len(data), PAYLOAD_MAX))
+        if at_end:
+            pieces.append(b"")
+            self._open = False
+        return pieces
+
+
+def _read(descriptor: int, size_bytes: int) -> bytes:
+    try:
+        return os.read(descriptor, size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.EBADF, errno.EISDIR):
+            raise
+        return b""  # a terminal that hung up, or no stdin at all
+
+
+def _texts(answer: bytes) -> tuple[str, ...]:
+    return tuple(agentproto.text(value) for _, value in agentproto.parse_fields(answer))
+
+
+def _discard(data: bytes) -> None:
+    del data

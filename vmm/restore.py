@@ -1,0 +1,358 @@
+"""A VM from a snapshot: resumed where it was parked, or as many new ones as are asked for.
+
+Memory and disk are files of the node daemon, so nothing is copied: pages come when the guest touches them, and all
+forks of a snapshot share them in the host's page cache.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from fuse import node, vmlease
+from fuse.errors import NodeError
+from fuse.opened import OpenSnapshot
+from fuse.warm import warm
+from imaged.config import Config
+from imaged.errors import ChunkError, FormatError, NotFoundError, UpstreamError
+from imaged.progress import NoProgress, Progress
+from vmm import facts, identity, recovery
+from vmm.errors import VmArgumentError, VmError
+from vmm.machine import NETWORKS, MachineSpec
+from vmm.process import alive
+from vmm.qemu import Qemu
+from vmm.record import State, VmRecord
+from vmm.vms import NAME, Held, Vms, disk_faults
+from vmm.workload import taken
+
+if TYPE_CHECKING:
+    from imaged.snapshots import Snapshot
+
+_AGENT_S = 120.0
+_NOT_HERE = "no snapshot {} on this host, and no VM of this name"
+_LIKE_AN_ID = re.compile(r"[0-9a-f]{8,64}")
+_AT_ONCE = 2 * (os.cpu_count() or 1) + 2
+
+
+def resume(
+    vms: Vms,
+    text: str,
+    *,
+    name: str | None = None,
+    network: str | None = None,
+    server: str | None = None,
+    progress: Progress | None = None,
+) -> VmRecord:
+    """Let a parked VM go on; or a new VM from a snapshot, called `name`, or as the snapshot is.
+
+    `text` is a VM or a snapshot (name, id or the start of one). With a `name` of its own a parked VM stays parked, and
+    a new one goes on from its snapshot. A snapshot that is not here is pulled lazily from `server` first.
+
+    `network` is "user" for outgoing connections, "none" for an interface that leads nowhere. Without it a VM keeps its
+    own and a snapshot what it was made with, but for one that was pulled, which gets "none": whoever made it does not
+    choose who reaches this host. VmStateError, VmExistsError, SnapshotMismatchError, NodeError, NotFoundError,
+    UpstreamError, VmArgumentError; a parked VM is then parked still.
+    """
+    progress = progress or NoProgress()
+    recovery.sweep(vms)
+    if name in (None, text) and NAME.fullmatch(text) and vms.exists(text):
+        with vms.hold(text) as held:
+            if held.record.state != State.PARKED:
+                from vmm.survey import refusal
+
+                raise refusal(vms, held.record, State.PARKED)
+            held.record = replace(held.record, state=State.RESUMING)  # written down before anything is started
+            try:
+                _restore(vms, [held], held.record.snapshot, server, progress, network or _own(held.record))
+            except BaseException:
+                recovery.undo_resume(held)
+                raise
+            return held.record
+    snapshot = snapshot_of(vms, text)
+    if network is None and snapshot != text:
+        network = _own(vms.get(text))
+    if name is not None:
+        return _make(vms, snapshot, [(name, False)], server, progress, network)[0]
+    base = _base(vms, text, server, progress)
+    return _make(vms, snapshot, [(base, vms.path(base).exists())], server, progress, network)[0]
+
+
+def fork(
+    vms: Vms,
+    text: str,
+    count: int = 1,
+    *,
+    network: str | None = None,
+    server: str | None = None,
+    progress: Progress | None = None,
+) -> list[VmRecord]:
+    """New VMs from a running VM, which goes on, from a parked one or from a snapshot: all of them, or none.
+
+    They are called NAME-1, NAME-2 and so on. `network` and errors as of `resume`.
+    """
+    progress = progress or NoProgress()
+    recovery.sweep(vms)
+    if _is_vm(vms, text) and vms.get(text).state != State.PARKED:
+        from vmm.parking import frozen
+
+        with frozen(vms, text, progress=progress) as taken_down:
+            network = network or _own(vms.get(text))
+            return _make(vms, taken_down.snapshot, [(text, True)] * count, server, progress, network)
+    names = [(_base(vms, text, server, progress), True)] * count
+    snapshot = snapshot_of(vms, text)
+    if network is None and snapshot != text:
+        network = _own(vms.get(text))
+    return _make(vms, snapshot, names, server, progress, network)
+
+
+def _own(record: VmRecord) -> str | None:
+    """The network that a VM of this host has, which its user chose; None without an interface."""
+    return record.network if record.network != "none" else None
+
+
+def _network(opened: OpenSnapshot, asked: str | None) -> str:
+    """What a machine gets that goes on from this snapshot. It can not lose an interface: then that leads nowhere."""
+    made_with = opened.record.machine.network
+    if asked is not None and asked not in NETWORKS:
+        raise VmArgumentError(f"network {asked!r} is none", hint=f"one of {', '.join(NETWORKS)}")
+    if made_with == "none":
+        if asked == "user":
+            label = opened.name or opened.id[:12]
+            raise VmArgumentError(
+                f"snapshot {label} was made without a network", hint="boot a VM with `pvisor vm run --net user`"
+            )
+        return "none"
+    if asked is None:
+        asked = "none" if opened.pulled else made_with
+    return "user" if asked == "user" else "restricted"
+
+
+def snapshot_of(vms: Vms, text: str) -> str:
+    """The snapshot of a parked VM by its id, so that another one of its name is not meant; else the text itself."""
+    if _is_vm(vms, text):
+        record = vms.get(text)
+        if record.state == State.PARKED:
+            return record.snapshot
+    return text
+
+
+def _is_vm(vms: Vms, text: str) -> bool:
+    """Whether the text is a VM, which is put in order when the last command was cut off. VmBusyError."""
+    if not NAME.fullmatch(text) or not vms.exists(text):
+        return False
+    if not recovery.is_settled(vms, vms.get(text)):
+        with vms.hold_as_it_is(text) as held:
+            return recovery.settle(vms, held)
+    return True
+
+
+def _base(vms: Vms, text: str, server: str | None, progress: Progress) -> str:
+    """What VMs of it are called: as the VM or snapshot that the text names. From (the start of) an id they are called
+    as the snapshot is, else as the VM that it was made of. NotFoundError, UpstreamError."""
+    if NAME.fullmatch(text) and (vms.exists(text) or not _LIKE_AN_ID.fullmatch(text)):
+        return text
+    found = _found(vms.config, text)
+    if found is None and server and vms.config.store.is_dir() and not _is_here(vms.config, text):
+        _pull(vms.config, text, server, progress)
+        found = _found(vms.config, text)
+    names = (found.name or "", found.record.vm) if found is not None else ()
+    return next((name for name in names if NAME.fullmatch(name)), "vm")
+
+
+def _found(config: Config, text: str) -> Snapshot | None:
+    """The snapshot, when it is here and whole enough to be opened."""
+    if not config.store.is_dir():
+        return None
+    from imaged import snapshots
+    from imaged.store import ChunkStore
+
+    with ChunkStore.open(config.store, readonly=True) as store:
+        try:
+            return snapshots.find(store, text)
+        except (NotFoundError, ChunkError, FormatError):  # opening it says so
+            return None
+
+
+def _make(
+    vms: Vms,
+    snapshot: str,
+    names: Sequence[tuple[str, bool]],
+    server: str | None,
+    progress: Progress,
+    network: str | None,
+) -> list[VmRecord]:
+    """New VMs, with whether each name gets a number."""
+    with ExitStack() as stack:
+        helds: list[Held] = []
+        for name, numbered in names:  # several are numbers of one name
+            after = helds[-1].name if helds else ""
+            helds.append(stack.enter_context(vms.make(_wanted(name), numbered=numbered, after=after)))
+        _restore(vms, helds, snapshot, server, progress, network)
+        return [held.record for held in helds]
+
+
+def _wanted(name: str) -> VmRecord:
+    """What the snapshot says is filled in when it is open."""
+    return VmRecord(
+        name=name,
+        state=State.BOOTING,
+        image="",
+        image_name="",
+        image_config={},
+        memory_bytes=0,
+        cpus=0,
+        disk_bytes=0,
+        network="none",
+        created_ns=time.time_ns(),
+    )
+
+
+def _restore(
+    vms: Vms, helds: Sequence[Held], snapshot: str, server: str | None, progress: Progress, network: str | None
+) -> None:
+    """All of them run and have an identity of their own when this returns; when it raises nothing of them runs."""
+    config = vms.config
+    with ExitStack() as stack:
+        leases = {}
+        for held in helds:
+            leases[held.name] = vmlease.take(config, held.name)
+            stack.callback(os.close, leases[held.name])
+        opened = _open(config, snapshot, server, progress)
+        warming = threading.Thread(target=_warm, args=(opened,), name="warm", daemon=True)
+        warming.start()
+        facts.check_host(opened.record.machine)
+        network = _network(opened, network)
+        who = helds[0].name if len(helds) == 1 else f"{len(helds)} VMs"
+        progress.start(f"starting {who} from {opened.name or opened.id[:12]}", None)
+        device = config.blocks.stat().st_dev
+        try:
+            _each(helds, lambda held: _start(vms, held, opened, leases[held.name], device, network))
+        except BaseException:
+            for held in helds:
+                recovery.end(held.run)
+            raise
+
+
+def _open(config: Config, snapshot: str, server: str | None, progress: Progress) -> OpenSnapshot:
+    """One that is not here is pulled lazily first. NodeError, NotFoundError, UpstreamError."""
+    try:
+        return node.open_snapshot(config, snapshot, server=server)
+    except NodeError as error:
+        if not config.store.is_dir() or _is_here(config, snapshot):
+            raise
+        if not server:
+            hint = "`pvisor snapshot ls` lists them; set --server or PVISOR_SERVER to get one from a server"
+            raise NotFoundError(_NOT_HERE.format(snapshot), hint=hint) from error
+    _pull(config, snapshot, server, progress)
+    return node.open_snapshot(config, snapshot, server=server)
+
+
+def _pull(config: Config, snapshot: str, server: str, progress: Progress) -> None:
+    """Lazily. NotFoundError, UpstreamError."""
+    from imaged.acquire import pull_snapshot
+
+    text = _NOT_HERE.format(snapshot)
+    try:
+        pull_snapshot(replace(config, server=server), snapshot, lazy=True, progress=progress)
+    except NotFoundError as error:
+        hint = "`pvisor snapshot ls` lists snapshots, with --remote the server's"
+        raise NotFoundError(f"{text}; and none at {server}", hint=hint) from error
+    except UpstreamError as error:
+        raise UpstreamError(f"{text}; and {error.message}", hint=error.hint) from error
+
+
+def _is_here(config: Config, snapshot: str) -> bool:
+    """Whether the store knows the snapshot, damaged or not, or more than one that is meant."""
+    from imaged.snapshots import knows
+    from imaged.store import ChunkStore
+
+    with ChunkStore.open(config.store, readonly=True) as store:
+        return knows(store, snapshot)
+
+
+def _each(helds: Sequence[Held], start: Callable[[Held], None]) -> None:
+    """Start them, several at a time; the first error ends all."""
+    if len(helds) == 1:
+        start(helds[0])
+        return
+    from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+
+    pool = ThreadPoolExecutor(min(_AT_ONCE, len(helds)), thread_name_prefix="start")
+    try:
+        futures = [pool.submit(start, held) for held in helds]
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for held in helds:  # what waits for a QEMU goes on when that is gone
+            recovery.end(held.run)
+        raise
+    finally:
+        pool.shutdown(wait=True)
+
+
+def _start(vms: Vms, held: Held, opened: OpenSnapshot, lease: int, device: int, network: str) -> None:
+    record, machine = opened.record, replace(opened.record.machine, network=network)
+    held.save(
+        image=opened.image.id,
+        image_name=opened.image.name if opened.image.name != opened.image.id else "",
+        image_config=taken(opened.image.config),
+        memory_bytes=machine.memory_bytes,
+        cpus=machine.cpus,
+        disk_bytes=record.disk_bytes,
+        network=machine.network,
+        snapshot=opened.id,
+        snapshot_name=opened.name,
+        device=device,
+        boot=VmRecord.current_boot(),
+    )
+    held.make_run()
+    if opened.disk_path is not None:
+        from vmm.qcow2 import create_overlay
+
+        with disk_faults(f"disk of VM {held.name!r}"):
+            create_overlay(held.disk, opened.disk_path, record.disk_bytes)
+    mac = identity.new_mac() if machine.network != "none" else None
+    spec = MachineSpec(
+        memory_bytes=machine.memory_bytes,
+        cpus=machine.cpus,
+        accelerator=machine.accelerator,
+        network=machine.network,
+        memory_path=opened.memory_path,
+        metadata_path=opened.image.metadata_path,
+        data_path=opened.image.data_path,
+        upper_path=held.disk if opened.disk_path is not None else None,
+        mac=mac,
+        state_path=opened.state_path,
+        machine=machine.machine,
+        kernel_release=machine.kernel,
+    )
+    try:
+        with Qemu.start(spec, held.run, inherit=[lease], recorded=machine) as qemu:
+            qemu.wait_loaded()
+            node.check_snapshot(vms.config, opened.id)
+            qemu.cont()
+        identity.give(held.run, held.name, mac=mac, timeout_s=_AGENT_S)
+    except VmError:
+        if not alive(held.run):  # it may have died of memory that could not be read: that chunk is named then
+            node.check_snapshot(vms.config, opened.id)
+        raise
+    held.save(state=State.RUNNING)
+
+
+def _warm(opened: OpenSnapshot) -> None:
+    try:
+        warm(opened.memory_path, opened.working_set)
+    except OSError as error:
+        import logging
+
+        logging.getLogger(__name__).warning(
+            "snapshot %s: its memory can not be read ahead: %s", opened.id, error.strerror
+        )

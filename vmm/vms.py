@@ -1,0 +1,456 @@
+"""The VMs of this host: a durable directory each, one for what runs, and the lock of whoever works on it.
+
+    PVISOR_HOME/vms/NAME/   vm.json     the record
+                            memory      an empty file as large as the memory, for a VM that was booted
+                            lock        flock: held by a command that changes the VM's state
+                            owner       flock: held by the command that a temporary VM belongs to
+                            disk.qcow2  the disk, when it has one
+    PVISOR_RUN/vms/NAME/    sockets and pid file of its QEMU; there only while it runs
+
+A record that says a command is at work, while nobody has the lock, was left by a crash: whoever takes the lock next
+puts it in order first (`vmm.recovery`). A directory without a record is no VM yet, or none any more.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from imaged.config import Config
+from imaged.errors import FormatError
+from imaged.names import VM_NAME
+from vmm import record
+from vmm.errors import VmBusyError, VmError, VmExistsError, VmFullError, VmNotFoundError, VmSetupError
+from vmm.record import State, VmRecord
+
+if TYPE_CHECKING:
+    from imaged.ids import ChunkId
+
+NAME = VM_NAME
+_LONGEST_NAME = 63
+_WAIT_S = 2.0
+"""Long enough for a command that only looks whether a VM needs putting in order."""
+_POLL_S = 0.01
+
+
+@dataclass(slots=True, kw_only=True)
+class Held:
+    """A VM whose lock this process has. Made by `Vms`, which lets go of it as well. For one thread at a time."""
+
+    path: Path
+    run: Path
+    blocks: Path
+    record: VmRecord
+    lock_fd: int
+    owner_fd: int = field(default=-1)
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    @property
+    def disk(self) -> Path:
+        return self.path / "disk.qcow2"
+
+    @property
+    def memory(self) -> Path:
+        """The empty file that a booted VM maps. Not in PVISOR_RUN: on a tmpfs each page read of it would take one."""
+        return self.path / "memory"
+
+    def save(self, **changes: Any) -> None:
+        """The record with these changes, durably. VmSetupError, and as it VmFullError."""
+        changed = replace(self.record, **changes)
+        with disk_faults(f"VM {self.name!r}: vm.json"):
+            record.save(self.path, changed)
+        self.record = changed
+
+    def save_if_room(self, **changes: Any) -> None:
+        """As `save`, but on a full disk the changes are only here: for who makes room, or does the same again."""
+        try:
+            self.save(**changes)
+        except VmFullError:
+            self.record = replace(self.record, **changes)
+
+    def begin(self, **changes: Any) -> None:
+        """As `save`, with what it takes to `undo` it on a full disk. VmSetupError."""
+        with disk_faults(f"VM {self.name!r}: vm.json"):
+            record.prepare(self.path, self.record)
+        self.save(**changes)
+
+    def undo(self) -> None:
+        """The record as it was before `begin`, also when another process began. VmSetupError."""
+        try:
+            record.take_prepared(self.path)
+            self.record = record.load(self.path)
+        except (OSError, FormatError) as error:
+            raise VmSetupError(f"VM {self.name!r}: vm.json: {error}", hint="see the disk of PVISOR_HOME") from error
+
+    def make_run(self) -> None:
+        """An empty directory for what runs. VmSetupError."""
+        self.clear_run()
+        try:
+            self.run.mkdir(0o700, parents=True)
+        except OSError as error:
+            hint = "set PVISOR_RUN to a directory you can write"
+            raise VmSetupError(f"VM {self.name!r}: {self.run}: {error.strerror}", hint=hint) from error
+
+    def clear_run(self) -> None:
+        """Nothing of it runs any more. VmSetupError."""
+        if self.run.exists():
+            import shutil  # an eighth of the imports of a resume, for what it rarely does
+
+            with disk_faults(f"VM {self.name!r}: {self.run}"):
+                shutil.rmtree(self.run)
+
+
+class Vms:
+    """Safe for several processes; an object may be shared between threads."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.root = config.home / "vms"
+
+    def list(self) -> list[VmRecord]:
+        """All VMs by name, but damaged ones."""
+        return [found for _, found in self.found() if found is not None]
+
+    def found(self) -> Iterator[tuple[str, VmRecord | None]]:
+        """Every VM by name, with None for one whose vm.json does not say what it is."""
+        for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
+            if not NAME.fullmatch(path.name):
+                continue
+            try:
+                yield path.name, record.load(path)
+            except FileNotFoundError:  # no VM yet, or none any more
+                continue
+            except (OSError, FormatError):
+                yield path.name, None
+
+    def temporary(self) -> Iterator[str]:
+        """The names of VMs that belong to a command, or did when it was there. Reads no record."""
+        try:
+            with os.scandir(self.root) as found:
+                names = [entry.name for entry in found if NAME.fullmatch(entry.name)]
+        except FileNotFoundError:
+            return
+        yield from (name for name in names if (self.root / name / "owner").exists())
+
+    def get(self, name: str) -> VmRecord:
+        """As it is written down. VmNotFoundError, VmError when vm.json is damaged."""
+        path = self.path(name)
+        try:
+            return record.load(path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise VmNotFoundError(f"no VM {name!r}", hint="`pvisor vm ls` lists them") from error
+        except (OSError, FormatError) as error:
+            raise VmError(
+                f"VM {name!r} is damaged: {error}", hint=f"`pvisor vm rm {name}` removes what is left of it"
+            ) from error
+
+    def exists(self, name: str) -> bool:
+        return (self.path(name) / record.RECORD_NAME).exists()
+
+    def path(self, name: str) -> Path:
+        """VmSetupError when that is no name."""
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise VmSetupError(
+                f"{name!r} is not a VM name", hint="use up to 63 letters, digits, '_', '.', '-', not '.' or '-' first"
+            )
+        return self.root / name
+
+    def run(self, name: str) -> Path:
+        return self.config.run / "vms" / name
+
+    @contextmanager
+    def make(self, wanted: VmRecord, *, numbered: bool, after: str = "") -> Iterator[Held]:
+        """A new VM, held. `numbered` makes its name the next free one of NAME-1, NAME-2, or after `after`, the last of
+        these that is known to be taken. VmExistsError.
+
+        It is there for others from the first `Held.save` on, which comes before anything of it is started. Nothing of
+        it stays when the block raises, unless something that was started has not ended: then whoever takes its lock
+        next ends and removes it.
+        """
+        held = self._reserve(wanted, numbered_names(wanted.name, after) if numbered else None)
+        try:
+            if wanted.temporary:
+                held.owner_fd = _locked(held.path / "owner")
+            yield held
+        except BaseException:
+            self._give_up(held)
+            raise
+        finally:
+            release(held.lock_fd)
+
+    @contextmanager
+    def hold(self, name: str) -> Iterator[Held]:
+        """The VM, put in order when the last command was cut off. VmBusyError, VmNotFoundError."""
+        from vmm.recovery import settle
+
+        with self.hold_as_it_is(name) as held:
+            if not settle(self, held):
+                raise VmNotFoundError(f"no VM {name!r} any more", hint="`pvisor vm ls` lists them")
+            yield held
+
+    @contextmanager
+    def hold_as_it_is(self, name: str) -> Iterator[Held]:
+        """The VM, whatever a crash left of it. VmBusyError, VmNotFoundError."""
+        held = self._hold(name)
+        try:
+            yield held
+        finally:
+            release(held.lock_fd)
+
+    def try_hold(self, name: str) -> Held | None:
+        """Its lock if nobody has it, for who then looks at what a crash left; `release` it. VmNotFoundError."""
+        lock_fd = self._try(self.path(name))
+        if lock_fd is None:
+            return None
+        try:
+            return self._held(name, lock_fd)
+        except BaseException:
+            release(lock_fd)
+            raise
+
+    def remove_damaged(self, name: str) -> None:
+        """What is left of a VM whose vm.json does not say what it was; the caller has ended its QEMU. VmBusyError."""
+        path = self.path(name)
+        lock_fd = self._try(path)
+        if lock_fd is None:
+            raise self._busy(name)
+        import shutil
+
+        try:
+            shutil.rmtree(self.run(name), ignore_errors=True)
+            self._remove(path)
+        finally:
+            release(lock_fd)
+
+    def remove(self, held: Held) -> None:
+        """All of a VM that does not run, but the snapshots; its record goes last, so that it is listed until then."""
+        held.clear_run()
+        self._remove(held.path)
+        if held.owner_fd >= 0:
+            release(held.owner_fd)
+            held.owner_fd = -1
+
+    def _give_up(self, held: Held) -> None:
+        from vmm.process import alive
+
+        if alive(held.run):
+            held.save(state=State.REMOVING)
+        else:
+            self.remove(held)
+
+    def _remove(self, path: Path) -> None:
+        with disk_faults(f"VM {path.name!r}: {path}"):
+            _empty(path)
+            (path / record.RECORD_NAME).unlink(missing_ok=True)
+            with self._exclusive():
+                (path / "lock").unlink(missing_ok=True)
+                path.rmdir()
+
+    def _reserve(self, wanted: VmRecord, numbers: Iterator[str] | None) -> Held:
+        self.path(wanted.name)
+        with self._exclusive():
+            for name in numbers or (wanted.name,):
+                path = self.path(name)
+                try:
+                    path.mkdir(0o700)
+                except FileExistsError as error:
+                    if self._is_leftover(path):
+                        break
+                    if numbers is None:
+                        hint = "give another --name, or `pvisor vm rm` that one"
+                        raise VmExistsError(f"there is a VM {name!r} already", hint=hint) from error
+                    continue
+                except OSError as error:
+                    raise VmSetupError(f"VM {name!r}: {path}: {error.strerror}", hint=space_hint(error)) from error
+                break
+            lock_fd = self._try(path)
+        if lock_fd is None:
+            raise self._busy(name)
+        try:
+            with disk_faults(f"VM {name!r}: {path}"):
+                _empty(path)
+        except BaseException:
+            release(lock_fd)
+            raise
+        return Held(
+            path=path,
+            run=self.run(name),
+            blocks=self.config.blocks,
+            record=replace(wanted, name=name),
+            lock_fd=lock_fd,
+        )
+
+    def _is_leftover(self, path: Path) -> bool:
+        """Whether a crash came before there was a record, or after; nobody else makes VMs meanwhile."""
+        if (path / record.RECORD_NAME).exists():
+            return False
+        try:
+            lock_fd = self._try(path)
+        except VmNotFoundError:
+            return False
+        if lock_fd is None:
+            return False
+        release(lock_fd)
+        return True
+
+    def _hold(self, name: str) -> Held:
+        path, deadline = self.path(name), time.monotonic() + _WAIT_S
+        while True:
+            lock_fd = self._try(path)
+            if lock_fd is not None:
+                break
+            if time.monotonic() > deadline:
+                raise self._busy(name)
+            time.sleep(_POLL_S)
+        try:
+            return self._held(name, lock_fd)
+        except BaseException:
+            release(lock_fd)
+            raise
+
+    def _held(self, name: str, lock_fd: int) -> Held:
+        return Held(
+            path=self.path(name),
+            run=self.run(name),
+            blocks=self.config.blocks,
+            record=self.get(name),
+            lock_fd=lock_fd,
+        )
+
+    def _try(self, path: Path) -> int | None:
+        """The lock of a VM's directory; None when somebody has it. VmNotFoundError when there is no directory."""
+        try:
+            fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise VmNotFoundError(f"no VM {path.name!r}", hint="`pvisor vm ls` lists them") from error
+        except OSError as error:
+            raise VmSetupError(f"VM {path.name!r}: {path}: {error.strerror}", hint=space_hint(error)) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        if os.fstat(fd).st_nlink == 0:
+            os.close(fd)
+            raise VmNotFoundError(f"no VM {path.name!r} any more", hint="`pvisor vm ls` lists them")
+        return fd
+
+    def _busy(self, name: str) -> VmBusyError:
+        from imaged.storelock import holders  # imports LMDB
+
+        try:
+            doing = str(self.get(name).state)
+            who = ", ".join(f"process {pid}" for pid in holders((self.path(name) / "lock").stat()))
+        except (VmError, OSError):
+            doing, who = "", ""
+        at_work = f" ({doing})" if doing not in ("", State.RUNNING, State.PARKED) else ""
+        return VmBusyError(
+            f"VM {name!r} is being worked on by {who or 'another command'}{at_work}", hint="try again when that is done"
+        )
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Held for the moment in which a directory exists whose own lock is not taken yet."""
+        try:
+            self.root.mkdir(0o700, parents=True, exist_ok=True)
+            fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise VmSetupError(f"directory of VMs {self.root}: {error.strerror}", hint=space_hint(error)) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            release(fd)
+
+
+def kept_snapshots(config: Config) -> set[ChunkId]:
+    """The snapshots that VMs stand on. VmError for a VM that does not say."""
+    return _kept(config, lambda found: found.snapshot)
+
+
+def kept_images(config: Config) -> set[ChunkId]:
+    """The images that VMs stand on. VmError for a VM that does not say."""
+    return _kept(config, lambda found: found.image)
+
+
+def _kept(config: Config, key: Callable[[VmRecord], str]) -> set[ChunkId]:
+    from imaged.ids import ChunkId
+
+    kept = set()
+    for name, found in Vms(config).found():
+        if found is None:
+            hint = f"`pvisor vm rm {name}`, or restore its vm.json"
+            raise VmError(f"VM {name!r} does not say which snapshot and image it stands on", hint=hint)
+        if key(found):
+            kept.add(ChunkId.parse(key(found)))
+    return kept
+
+
+def is_owned(path: Path) -> bool:
+    """Whether the command that a temporary VM belongs to is still there."""
+    try:
+        fd = os.open(path / "owner", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def release(lock_fd: int) -> None:
+    """Unlocked, not only closed: a child that another thread is just forking has the descriptor too, for a moment."""
+    fcntl.flock(lock_fd, fcntl.LOCK_UN)
+    os.close(lock_fd)
+
+
+def space_hint(error: OSError) -> str:
+    """What to do about a file that could not be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free space on the file system of PVISOR_HOME: `pvisor vm rm`, `pvisor snapshot rm`, `pvisor store gc`"
+    return "set PVISOR_HOME to a directory you can write"
+
+
+@contextmanager
+def disk_faults(what: str) -> Iterator[None]:
+    """An OSError of this block is a VmSetupError that begins so, VmFullError when there is no room."""
+    try:
+        yield
+    except OSError as error:
+        kind = VmFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else VmSetupError
+        raise kind(f"{what}: {error.strerror}", hint=space_hint(error)) from error
+
+
+def _empty(path: Path) -> None:
+    """Remove a VM's files, but not its record and its lock: the disk is large, and without a record nobody sees it."""
+    for child in path.iterdir():
+        if child.name not in (record.RECORD_NAME, "lock"):
+            child.unlink(missing_ok=True)
+
+
+def _locked(path: Path) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    return fd
+
+
+def numbered_names(base: str, after: str = "") -> Iterator[str]:
+    """NAME-1, NAME-2 and so on, or those after one of them, each short enough for a VM."""
+    number = int(after.rpartition("-")[2] or 0)
+    while True:
+        number += 1
+        tail = f"-{number}"
+        yield base[: _LONGEST_NAME - len(tail)] + tail
