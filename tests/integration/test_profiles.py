@@ -412,7 +412,8 @@ def test_a_wrong_profile_costs_bounded_bytes(
         counters = node.Node(config).status()["images"]
         asked = {ChunkId(raw) for request in front.requests for raw in asked_for(request)}
         assert asked <= own
-        assert sum(image["fetched_bytes"] for image in counters.values()) < 2 * FILE_BYTES * len(START)
+        # Four files, and what is around a miss: how much that is depends on how fast the server seems.
+        assert sum(image["fetched_bytes"] for image in counters.values()) < FILE_BYTES * FILES // 2
 
 
 def spoilt(request: Passed, sent_bytes: int, block: bytes) -> bytes:
@@ -542,7 +543,7 @@ def test_a_profile_that_is_none_is_passed_over(server_store: Path, tmp_path: Pat
         upstream.boot("app:1") as stream,
     ):
         assert stream is not None
-        assert (stream.image.id, stream.profile, list(stream.first)) == (record.id, None, [])
+        assert (stream.found.id, stream.profile, list(stream.first)) == (record.id, None, [])
 
 
 @contextlib.contextmanager
