@@ -48,7 +48,7 @@ def test_a_shell_with_job_control(made: Host) -> None:
         terminal.type(b"tty; echo $TERM; test -t 0 -a -t 1 -a -t 2 && echo all\r")
         expect(terminal, b"/dev/pts/0\r\nxterm\r\nall\r\n")
         expect(terminal, b"# ")
-        terminal.type(b"echo asleep; sleep 1000\r")
+        terminal.type(b"sh -c 'echo asleep; exec sleep 1000'\r")
         expect(terminal, b"asleep\r\n")
         terminal.type(b"\x03")
         expect(terminal, b"# ")
@@ -105,7 +105,7 @@ def test_a_failed_start_restores_the_terminal(made: Host) -> None:
 
 
 def test_without_keys_an_interrupt_is_a_signal(made: Host) -> None:
-    script = "test -t 1 && echo up; trap 'echo got INT; exit 5' INT; while :; do sleep 0.1; done"
+    script = "trap 'echo got INT; exit 5' INT; test -t 1 && echo up; while :; do sleep 0.1; done"
     with Terminal(OnTerminal(made), ("vm", "exec", "-t", "term"), "sh", "-c", script) as terminal:
         before = termios.tcgetattr(terminal.fd)
         expect(terminal, b"up")
