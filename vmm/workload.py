@@ -6,10 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from imaged import runconfig
 from vmm.errors import VmSetupError
 
-DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-DEFAULT_TERM = "xterm"
 TAKEN_KEYS = ("Env", "Entrypoint", "Cmd", "WorkingDir", "User")
 """What of an OCI image configuration processes take; vm.json keeps no more."""
 
@@ -55,10 +54,13 @@ def resolve(
     `entrypoint=False` is for `vm exec`, where `args` is the whole command. VmSetupError when no command is left, the
     working directory is not absolute, or the configuration is not what OCI says.
     """
-    argv = (_strings(config, "Entrypoint") if entrypoint else []) + ([*args] or _strings(config, "Cmd"))
+    command = [*args] or runconfig.strings(config, "Cmd", VmSetupError)
+    argv = (runconfig.strings(config, "Entrypoint", VmSetupError) if entrypoint else []) + command
     if not argv:
         raise VmSetupError("the image has no Entrypoint and no Cmd", hint="give a command after --")
-    directory = options.workdir if options.workdir is not None else _string(config, "WorkingDir") or "/"
+    directory = options.workdir
+    if directory is None:
+        directory = runconfig.string(config, "WorkingDir", VmSetupError) or "/"
     if not directory.startswith("/"):
         if options.workdir is not None:
             raise VmSetupError(
@@ -67,46 +69,16 @@ def resolve(
         directory = f"/{directory}"
     workload = Workload(
         argv=tuple(argv),
-        env=_environment(_strings(config, "Env"), options, environ),
+        env=runconfig.environment(
+            runconfig.strings(config, "Env", VmSetupError),
+            options.env,
+            tty=options.tty,
+            environ=environ,
+            refusal=VmSetupError,
+        ),
         cwd=directory,
-        user=options.user if options.user is not None else _string(config, "User") or None,
+        user=options.user if options.user is not None else runconfig.string(config, "User", VmSetupError) or None,
     )
-    for text in (*workload.argv, *workload.env, *workload.env.values(), directory, workload.user or ""):
-        if "\0" in text:
-            raise VmSetupError(f"{text[:80]!r} has a NUL byte, which no argument, variable or path can have")
+    texts = (*workload.argv, *workload.env, *workload.env.values(), directory, workload.user or "")
+    runconfig.refuse_nul(texts, VmSetupError)
     return workload
-
-
-def _environment(image: Sequence[str], options: WorkloadOptions, environ: Mapping[str, str]) -> dict[str, str]:
-    values = {"PATH": DEFAULT_PATH, "TERM": DEFAULT_TERM} if options.tty else {"PATH": DEFAULT_PATH}
-    for item in image:
-        name, _, value = item.partition("=")
-        if name:
-            values[name] = value
-    for item in options.env:
-        name, has_value, value = item.partition("=")
-        if not name:
-            raise VmSetupError(f"environment {item!r} has no name", hint="give -e NAME=VALUE or -e NAME")
-        if has_value:
-            values[name] = value
-        elif name in environ:
-            values[name] = environ[name]
-    return values
-
-
-def _strings(config: Mapping[str, Any], key: str) -> list[str]:
-    value = config.get(key)
-    if value is None:
-        return []
-    if isinstance(value, str):  # images of very old builders
-        return [value]
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise VmSetupError(f"image configuration: {key} is not a list of strings")
-    return list(value)
-
-
-def _string(config: Mapping[str, Any], key: str) -> str:
-    value = config.get(key)
-    if value is not None and not isinstance(value, str):
-        raise VmSetupError(f"image configuration: {key} is not a string")
-    return value or ""

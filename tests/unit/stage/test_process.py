@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from imaged.runconfig import DEFAULT_PATH
 from stage.boundary.init import execute
-from stage.boundary.process import DEFAULT_PATH, ProcessSpec, resolve
+from stage.boundary.process import ProcessSpec, resolve
 from stage.errors import CommandError, StageSetupError
 
 IMAGE: dict[str, Any] = {

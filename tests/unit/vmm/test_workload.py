@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from imaged.runconfig import DEFAULT_PATH, DEFAULT_TERM
 from vmm.errors import VmSetupError
-from vmm.workload import DEFAULT_PATH, DEFAULT_TERM, WorkloadOptions, resolve, taken
+from vmm.workload import WorkloadOptions, resolve, taken
 
 CONFIG: dict[str, Any] = {
     "Env": ["PATH=/bin", "COLOR=green"],
