@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import click
 
 # What follows the name is the command's own, options included.
@@ -28,3 +32,37 @@ def own_command(context: click.Context, parameter: click.Parameter, words: tuple
     """The command without the `--` that may stand before it."""
     del context, parameter
     return words[1:] if words[:1] == ("--",) else words
+
+
+def process_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """-e, -w, -u, -i and -t, as `env`, `workdir`, `user`, `interactive` and `tty`: of every command that starts a
+    process, in a stage or in a guest."""
+    for option in reversed(_PROCESS_OPTIONS):
+        function = option(function)
+    return function
+
+
+@contextmanager
+def failing_with(exit_code: int) -> Iterator[None]:
+    """An error of the block that has no exit code of its own gets this one."""
+    try:
+        yield
+    except Exception as error:
+        if not hasattr(error, "exit_code"):
+            error.exit_code = exit_code  # type: ignore[attr-defined]
+        raise
+
+
+_PROCESS_OPTIONS = (
+    click.option(
+        "-e",
+        "--env",
+        multiple=True,
+        metavar="K=V",
+        help="Set a variable, or pass the caller's with -e K; nothing else of the caller's environment is passed.",
+    ),
+    click.option("-w", "--workdir", metavar="DIR", help="Directory to start in."),
+    click.option("-u", "--user", metavar="USER", help="User name or id, with :GROUP if wanted."),
+    click.option("-i", "--interactive", is_flag=True, help="Keep standard input open."),
+    click.option("-t", "--tty", is_flag=True, help="Give the process a terminal."),
+)

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from cli import startup
-from cli.arguments import OPTIONS_FIRST, memory_size, own_command
+from cli.arguments import OPTIONS_FIRST, failing_with, memory_size, own_command, process_arguments
 from cli.common import Settings, command_options, log_to_stderr, output_options
 from fuse import node
 from fuse.node import OpenImage, Opening
@@ -44,17 +44,7 @@ def begin_open(settings: Settings, name: str, *, start: bool = False) -> Opening
 def process_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options of a command that starts a process, passed on as `options`; its own failures are exit code 125."""
 
-    @click.option(
-        "-e",
-        "--env",
-        multiple=True,
-        metavar="K=V",
-        help="Set a variable, or pass the caller's with -e K; nothing else of the caller's environment is passed.",
-    )
-    @click.option("-w", "--workdir", metavar="DIR", help="Directory to start in.")
-    @click.option("-u", "--user", metavar="USER", help="User name or id, with :GROUP if wanted.")
-    @click.option("-i", "--interactive", is_flag=True, help="Keep standard input open.")
-    @click.option("-t", "--tty", is_flag=True, help="Give the process a terminal.")
+    @process_arguments
     @click.option("--memory", callback=memory_size, metavar="SIZE", help="Limit of memory, as in 512M; without swap.")
     @click.option("--cpus", type=click.FloatRange(min=0.01), metavar="N", help="Limit of processor time, as in 1.5.")
     @click.option("--pids", type=click.IntRange(min=1), metavar="N", help="Limit of processes and threads.")
@@ -90,12 +80,8 @@ def process_options(function: Callable[..., Any]) -> Callable[..., Any]:
             cpus=cpus,
             pids=pids,
         )
-        try:
+        with failing_with(SETUP_FAILED):
             return function(*arguments, options=options, **others)
-        except Exception as error:
-            if not hasattr(error, "exit_code"):
-                error.exit_code = SETUP_FAILED  # type: ignore[attr-defined]
-            raise
 
     return command
 

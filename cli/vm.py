@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli.arguments import OPTIONS_FIRST, memory_size, own_command
+from cli.arguments import OPTIONS_FIRST, failing_with, memory_size, own_command, process_arguments
 from cli.common import Settings, age, command_options, human_bytes, output_options, progress, table, warn
 from cli.signals import ending_in_order, forwarding, writer
 from vmm.errors import SETUP_FAILED
@@ -55,17 +55,7 @@ class NameFirst(click.Command):
 def workload_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options of a command that starts a process in a guest; its own failures are exit code 125."""
 
-    @click.option(
-        "-e",
-        "--env",
-        multiple=True,
-        metavar="K=V",
-        help="Set a variable, or pass the caller's with -e K; nothing else of the caller's environment is passed.",
-    )
-    @click.option("-w", "--workdir", metavar="DIR", help="Directory to start in.")
-    @click.option("-u", "--user", metavar="USER", help="User name or id, with :GROUP if wanted.")
-    @click.option("-i", "--interactive", is_flag=True, help="Keep standard input open.")
-    @click.option("-t", "--tty", is_flag=True, help="Give the process a terminal.")
+    @process_arguments
     @click.option(
         "--timeout",
         "timeout_s",
@@ -84,12 +74,8 @@ def workload_options(function: Callable[..., Any]) -> Callable[..., Any]:
         **others: Any,
     ) -> Any:
         options = WorkloadOptions(env=env, workdir=workdir, user=user, tty=tty)
-        try:
+        with failing_with(SETUP_FAILED):
             return function(*arguments, options=options, stdin=0 if interactive else None, **others)
-        except Exception as error:
-            if not hasattr(error, "exit_code"):
-                error.exit_code = SETUP_FAILED  # type: ignore[attr-defined]
-            raise
 
     return command
 
