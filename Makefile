@@ -8,8 +8,10 @@ IMAGE ?=
 RUN_PACKAGES := python3 python3-venv fuse3 libfuse3-3 mount diffutils
 VM_PACKAGES := qemu-system-x86 qemu-utils busybox-static perl-base e2fsprogs
 DEMO_PACKAGES := mmdebstrap skopeo umoci docker-registry ca-certificates
-TEST_PACKAGES := $(VM_PACKAGES) erofs-utils attr acl podman runc openssl apache2-utils git patch libseccomp2
-BENCH_PACKAGES := casync curl zstd bubblewrap crun
+SWIFT_PACKAGES := swift-proxy swift-account swift-container swift-object memcached
+TEST_PACKAGES := $(VM_PACKAGES) $(SWIFT_PACKAGES) erofs-utils attr acl podman runc openssl apache2-utils git patch libseccomp2 \
+	chromium chromium-driver
+BENCH_PACKAGES := casync curl zstd bubblewrap crun nginx-light wrk
 
 .PHONY: demo test quick lint format bench lock clean run-packages vm-packages demo-packages test-packages bench-packages
 
