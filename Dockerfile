@@ -8,8 +8,9 @@ WORKDIR /src
 COPY requirements.lock requirements-dev.lock pyproject.toml README.md ./
 RUN python3 -m venv /opt/pvisor \
     && /opt/pvisor/bin/pip install --no-cache-dir --require-hashes -r requirements.lock \
+    && awk '/^[^ #]/ { wanted = /^setuptools==/ } wanted' requirements-dev.lock > build.lock \
     && python3 -m venv /build \
-    && /build/bin/pip install --no-cache-dir --require-hashes -r requirements-dev.lock
+    && /build/bin/pip install --no-cache-dir --require-hashes -r build.lock
 COPY imaged imaged
 COPY fuse fuse
 COPY stage stage
@@ -28,5 +29,6 @@ COPY --from=build /opt/pvisor /opt/pvisor
 ENV PATH=/opt/pvisor/bin:$PATH PVISOR_HOME=/var/lib/pvisor
 VOLUME /var/lib/pvisor
 EXPOSE 7878
+STOPSIGNAL SIGTERM
 ENTRYPOINT ["pvisor"]
 CMD ["serve", "--listen", "0.0.0.0:7878"]

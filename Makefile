@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 IMAGE ?=
+# Test processes at once. Files are kept whole, and begun in the order of their names, the long ones first.
+TESTERS ?= 2
+TEST_OPTIONS := -n $(TESTERS) --dist loadfile --no-loadscope-reorder
 
 # What a worker needs, what one with VMs adds, what the demo, the tests and the benchmarks add.
 RUN_PACKAGES := python3 python3-venv fuse3 libfuse3-3 mount diffutils
@@ -13,17 +16,21 @@ TEST_PACKAGES := $(VM_PACKAGES) $(SWIFT_PACKAGES) erofs-utils attr acl podman ru
 	chromium chromium-driver
 BENCH_PACKAGES := casync curl zstd bubblewrap crun nginx-light wrk
 
-.PHONY: demo test quick lint format bench lock clean run-packages vm-packages demo-packages test-packages bench-packages
+.PHONY: demo test quick image-test lint format bench lock clean run-packages vm-packages demo-packages test-packages bench-packages
 
 demo: $(VENV)/ready demo-packages
 	@$(COMPILE)
 	$(BIN)/python -m scripts.demo $(if $(IMAGE),--image $(IMAGE))
 
 test: $(VENV)/ready demo-packages test-packages
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TEST_OPTIONS)
 
 quick: $(VENV)/ready
-	$(BIN)/python -m pytest -q tests/unit tests/property
+	$(BIN)/python -m pytest -q $(TEST_OPTIONS) tests/unit tests/property
+
+# The container image, built and tried; some minutes, most of them downloads.
+image-test: $(VENV)/ready demo-packages test-packages
+	$(BIN)/python -m scripts.image
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -44,6 +51,9 @@ bench: $(VENV)/ready demo-packages test-packages bench-packages
 	$(BIN)/python -m bench.stage
 	$(BIN)/python -m bench.vm
 	$(BIN)/python -m bench.agent
+	$(BIN)/python -m bench.s3
+	$(BIN)/python -m bench.serve
+	$(BIN)/python -m bench.serve_dedup
 
 run-packages:
 	@scripts/packages.sh $(RUN_PACKAGES)

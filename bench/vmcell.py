@@ -55,10 +55,10 @@ class Boots:
 
     def _api(self) -> float:
         began = time.perf_counter()
-        machine = api.start(IMAGE, name="cold", memory_bytes=self.memory_bytes, config=self.bench.config)
-        answer(machine)
+        vm = api.start(IMAGE, name="cold", memory_bytes=self.memory_bytes, config=self.bench.config)
+        answer(vm)
         seconds = time.perf_counter() - began
-        machine.remove()
+        vm.remove()
         return seconds
 
 
@@ -98,11 +98,11 @@ class Cell:
             empty = self._qcow2.stat().st_blocks * 512
             add(self.first_s, SAVEVM, peer.savevm())
             add(self.first_bytes, SAVEVM, self._qcow2.stat().st_blocks * 512 - empty)
-        machine = api.start(IMAGE, name=self._base, memory_bytes=self.memory_bytes, config=self.bench.config)
-        do(machine, PAYLOADS[self.payload])
-        pid = machine.status().pid or 0
+        vm = api.start(IMAGE, name=self._base, memory_bytes=self.memory_bytes, config=self.bench.config)
+        do(vm, PAYLOADS[self.payload])
+        pid = vm.status().pid or 0
         began = time.perf_counter()
-        self._snapshot = machine.park().snapshot
+        self._snapshot = vm.park().snapshot
         add(self.first_s, API_PARK, time.perf_counter() - began)
         add(self.first_bytes, API_PARK, own_bytes(self.bench, self._snapshot))
         require_nothing_held(self.bench, self._base, pid)
@@ -140,31 +140,31 @@ class Cell:
         self.bench.pvisor("vm", "resume", self._base, "--name", "again")
         resumed_s = time.perf_counter() - began
         said = time_first_byte(self.bench.command("exec", "again", "--", *ANSWER), env=self.bench.env)
-        machine = api.get("again", config=self.bench.config)
-        do(machine, CHANGED)
+        vm = api.get("again", config=self.bench.config)
+        do(vm, CHANGED)
         began = time.perf_counter()
         self.bench.pvisor("vm", "park", "again")
         if counted:
             add(self.second_s, COMMAND_PARK, time.perf_counter() - began)
             add(self.resume_s, COMMAND_RESUME, resumed_s + said.ready_s)
-        machine.remove()
+        vm.remove()
 
     def _in_process(self, counted: bool) -> None:
         began = time.perf_counter()
         with self.resume.timing(RESUME, counted=counted):
-            machine = api.resume(self._base, new_name="again", config=self.bench.config)
-        answer(machine)
+            vm = api.resume(self._base, new_name="again", config=self.bench.config)
+        answer(vm)
         seconds = time.perf_counter() - began
-        do(machine, CHANGED)
+        do(vm, CHANGED)
         began = time.perf_counter()
         with self.park.timing(PARK, counted=counted):
-            parked = machine.park()
+            parked = vm.park()
         parked_s = time.perf_counter() - began
         if counted:
             add(self.resume_s, API_RESUME, seconds)
             add(self.second_s, API_PARK, parked_s)
             add(self.second_bytes, API_PARK, own_bytes(self.bench, parked.snapshot, self._snapshot))
-        machine.remove()
+        vm.remove()
 
     def _plain(self, *source: str) -> Any:
         if not source:

@@ -139,18 +139,18 @@ def prepared(directory: Path | None = None) -> Iterator[Bench]:
             bench.pvisor("node", "stop")
 
 
-def answer(machine: api.Vm) -> None:
+def answer(vm: api.Vm) -> None:
     """The guest executes a command. RuntimeError when it says something else."""
-    said = machine.exec(ANSWER, capture_output=True)
+    said = vm.exec(ANSWER, capture_output=True)
     if said.stdout != ANSWERED:
-        raise RuntimeError(f"VM {machine.name} said {said.stdout!r}, {said.stderr!r}")
+        raise RuntimeError(f"VM {vm.name} said {said.stdout!r}, {said.stderr!r}")
 
 
-def do(machine: api.Vm, argv: tuple[str, ...]) -> None:
+def do(vm: api.Vm, argv: tuple[str, ...]) -> None:
     """A command that must succeed in the guest. RuntimeError."""
-    said = machine.exec(argv, capture_output=True, timeout_s=600)
+    said = vm.exec(argv, capture_output=True, timeout_s=600)
     if said.exit_code:
-        raise RuntimeError(f"VM {machine.name}: {argv}: exit code {said.exit_code}: {said.stderr.decode()[-2000:]}")
+        raise RuntimeError(f"VM {vm.name}: {argv}: exit code {said.exit_code}: {said.stderr.decode()[-2000:]}")
 
 
 def own_bytes(bench: Bench, snapshot: str, parent: str | None = None) -> int:

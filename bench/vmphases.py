@@ -14,9 +14,9 @@ from fuse import node, vmlease
 from imaged import snapshots
 from imaged.store import ChunkStore
 from vmm import facts, identity, parking, recovery
+from vmm.held import Held
 from vmm.process import Process
 from vmm.qemu import Qemu
-from vmm.vms import Held
 
 CONT, WHOLE, OTHER = "cont", "in all", "everything else"
 _SPAWN = "process about to be made"
@@ -37,7 +37,7 @@ PARK: Calls = (
     (ChunkStore, "open", "store opened"),
     (Qemu, "attach", "QEMU found"),
     (Qemu, "status", "monitor connected"),
-    (Held, "begin", "intent, durable"),
+    (Held, "begin", "intent"),
     (parking, "hold_still", "guest held still"),
     (Qemu, "stop", "stop"),
     (Qemu, "save_state", "device state saved"),

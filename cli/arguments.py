@@ -28,6 +28,19 @@ def memory_size(context: click.Context, parameter: click.Parameter, text: str | 
     return count
 
 
+def cache_size(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    """The bound of a cache in bytes, or with a unit of 1024: 500M, 20G."""
+    if text is None:
+        return None
+    from imaged.errors import InvalidNameError
+    from imaged.sizes import cache_bytes
+
+    try:
+        return cache_bytes(text, "size")
+    except InvalidNameError as error:
+        raise click.BadParameter(f"{error.message}: {error.hint}", context, parameter) from error
+
+
 def own_command(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
     """The command without the `--` that may stand before it."""
     del context, parameter

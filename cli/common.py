@@ -38,11 +38,12 @@ class Settings:
     json_output: bool
     verbose: bool
     store: Path | None = None
+    require_signature: tuple[Path, ...] = ()
 
     @property
     def config(self) -> Config:
-        """The host's configuration with the --server and --store flags applied. NotFoundError without such a store."""
-        config = Config.resolve(server=self.server)
+        """The host's configuration with these flags applied. NotFoundError when --store names none."""
+        config = Config.resolve(server=self.server, require_signature=self.require_signature)
         if self.store is None:
             return config
         _require_store(self.store, config.store)
@@ -113,17 +114,58 @@ def command_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def signature_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """--require-signature, as part of `settings`: written below `command_options`."""
+
+    @click.option(
+        "--require-signature",
+        type=click.Path(path_type=Path),
+        multiple=True,
+        metavar="PUBKEY",
+        help="Only an image that this key has signed (PEM); repeated: one of them. PVISOR_REQUIRE_SIGNATURE when not "
+        "given.",
+    )
+    @functools.wraps(function)
+    def command(*arguments: Any, settings: Settings, require_signature: tuple[Path, ...], **options: Any) -> Any:
+        return function(*arguments, settings=replace(settings, require_signature=require_signature), **options)
+
+    return command
+
+
 def store_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """`output_options`, and --store DIR, for commands on a store that need not be this host's own."""
 
-    @click.option("--store", "directory", metavar="DIR", help="Another store than PVISOR_HOME's, such as a server's.")
+    @click.option(
+        "--store",
+        "directory",
+        metavar="DIR",
+        help="Another store than PVISOR_HOME's, such as a server's; s3://BUCKET/PREFIX is one in a bucket.",
+    )
     @output_options
     @functools.wraps(function)
     def command(*arguments: Any, settings: Settings, directory: str | None, **options: Any) -> Any:
-        store = Path(directory).absolute() if directory is not None else None
+        store = store_directory(directory, settings.config) if directory is not None else None
         return function(*arguments, settings=replace(settings, store=store), **options)
 
     return command
+
+
+def store_directory(text: str, config: Config) -> Path:
+    """What --store names: a directory, or the mirror of a bucket here. InvalidNameError, StoreError."""
+    if not text.startswith("s3:"):
+        return Path(text).absolute()
+    from imaged.s3.mirror import mirror_directory
+
+    return mirror_directory(config, text)
+
+
+def remote_server(settings: Settings, server: str | None) -> str:
+    """The server that a command with --remote, or --server, means. click.UsageError with --store."""
+    from imaged.acquire import require_server
+
+    if settings.store is not None:
+        raise click.UsageError("--store is for what this host has: it goes with neither --remote nor --server")
+    return require_server(replace(settings, server=server or settings.server).config)
 
 
 def log_to_stderr(level: str = "ERROR") -> None:

@@ -8,9 +8,9 @@ import select
 import socket
 from pathlib import Path
 
-from cli.signals import writer
 from cli.terminal import raw_keys
 from fuse import protocol
+from imaged.calls import writer
 from vmm.errors import VmStateError
 
 _ESCAPE = b"\x1d"  # Ctrl-]

@@ -21,6 +21,7 @@ from imaged.errors import PvisorError
 # Command name -> module that defines it (imported only when it is called), and the line `pvisor --help` shows.
 COMMANDS = {
     "serve": ("cli.serve", "Serve a chunk store over HTTP."),
+    "token": ("cli.token", "Make, list and revoke a server's tokens."),
     "convert": ("cli.convert", "Turn an OCI image into a block image."),
     "pull": ("cli.convert", "Fetch an image, completely or lazily."),
     "image": ("cli.image", "List, inspect, tag, remove, verify and export images."),
@@ -31,6 +32,7 @@ COMMANDS = {
     "vm": ("cli.vm", "Run, park, resume and fork virtual machines."),
     "snapshot": ("cli.snapshot", "Look after snapshots of virtual machines."),
     "store": ("cli.store", "Look after the chunk store."),
+    "job": ("cli.job", "List, inspect and cancel the server's jobs."),
     "node": ("cli.node", "Start, stop and ask the host's node daemon."),
     "doctor": ("cli.doctor", "Check what this host can do."),
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from cli.common import Settings, age, human_bytes, progress, store_options, table, warn
+from cli.common import Settings, age, human_bytes, progress, remote_server, store_options, table, warn
 from imaged import catalog
 from imaged.errors import ChunkError, FormatError, NotFoundError
 from imaged.names import ImageName
@@ -59,6 +59,7 @@ def describe_entry(entry: catalog.Entry) -> dict[str, Any]:
         "origin": ref.origin,
         "complete": not ref.origin,
         "created_at": ref.created_at,
+        "signatures": [signature.to_json() for signature in ref.signatures],
     }
     return describe(entry.name, entry.record, chunks=ref.chunks, stored_bytes=ref.stored_bytes, **more)
 
@@ -162,6 +163,7 @@ def _remote_images(settings: Settings) -> list[dict[str, Any]]:
                 source=found.source,
                 origin="",
                 created_at=found.created_at,
+                signatures=[signature.to_json() for signature in found.signatures],
             )
             for found in upstream.images()
         ]
@@ -195,7 +197,7 @@ def inspect(settings: Settings, name: str) -> None:
 @click.argument("new")
 @store_options
 def tag(settings: Settings, name: str, new: str) -> None:
-    """Give an image one more name; a name that is taken moves to it.
+    """Give an image one more name; a name that is taken moves to it. A signature is of a name: it has none.
 
     \b
     Example:
@@ -204,20 +206,70 @@ def tag(settings: Settings, name: str, new: str) -> None:
     target = str(ImageName.parse(new))
     with ChunkStore.open(settings.config.store) as store:
         entry = catalog.find(store, name)
-        store.refs.set(target, entry.ref)
-    settings.emit({"name": target, "id": str(entry.ref.record)}, target)
+        ref = store.refs.copy(entry.name, target)
+        if ref is None:
+            raise NotFoundError(f"image {entry.name} was removed just now")
+    settings.emit({"name": target, "id": str(ref.record)}, target)
+
+
+@image.command(short_help="Sign an image, here and at a server.")
+@click.argument("name")
+@click.option(
+    "--key",
+    "key_file",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="An Ed25519 private key in PEM. It stays on this host.",
+)
+@click.option("--server", metavar="URL", help="Sign it at this server, too.")
+@store_options
+def sign(settings: Settings, name: str, key_file: Path, server: str | None) -> None:
+    """Sign an image under its full name, in the local store, and with --server URL at that server as well.
+
+    At the server it signs what this host has under the name, and fails when the server has another image there. Only of
+    an image that is not on this host the server is believed which one it is: see that the id printed is the one meant.
+    The public half of the key goes to `run` and `pull` as --require-signature.
+
+    \b
+    Examples:
+      openssl genpkey -algorithm ed25519 -out team.key
+      openssl pkey -in team.key -pubout -out team.pub
+      pvisor image sign app:v1 --key team.key --server http://store:7878
+    """
+    from imaged.acquire import require_server, sign_image
+    from imaged.signature import SigningKey
+
+    at = server or settings.server
+    if at is not None and settings.store is not None:
+        raise click.UsageError("--store is for images of this host: it does not go with --server")
+    config = replace(settings, server=at).config  # not PVISOR_SERVER: what is signed where is said in so many words
+    key, there = SigningKey.read(key_file), require_server(config) if at is not None else None
+    signed = sign_image(config, name, key, server=there)
+    document = {"name": signed.name, "id": str(signed.id), **signed.details}
+    settings.emit(document, f"{signed.name}  {signed.id}")
 
 
 @image.command()
+@click.option("--remote", is_flag=True, help="The server's names instead.")
+@click.option("--server", metavar="URL", help="The names of this server: implies --remote.")
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @store_options
-def rm(settings: Settings, names: tuple[str, ...]) -> None:
-    """Remove names. `pvisor store gc` then frees what no name and no stage keeps.
+def rm(settings: Settings, remote: bool, server: str | None, names: tuple[str, ...]) -> None:
+    """Remove names. `pvisor store gc` then frees what no name and no stage keeps; at a server its next collection does.
 
     \b
-    Example:
+    Examples:
       pvisor image rm debian:12 app:v1
+      pvisor image rm debian:12 --server http://store:7878
     """
+    if server is not None or remote:
+        from imaged.acquire import command_upstream
+
+        with command_upstream(remote_server(settings, server)) as upstream:
+            gone = [upstream.remove_image(name) for name in names]
+        settings.emit({"removed": gone}, "\n".join(gone))
+        return
     removed = []
     with ChunkStore.open(settings.config.store) as store:
         for name in names:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import click
 
+from cli.arguments import cache_size
 from cli.common import Settings, command_options, human_bytes, output_options, table
 
 
@@ -44,18 +46,42 @@ def counters(documents: dict[str, dict[str, Any]]) -> list[list[str]]:
     ]
 
 
+def cache(document: dict[str, Any]) -> str:
+    """A line about the bound of the cache."""
+    used, bound = human_bytes(document["used_bytes"]), human_bytes(document["max_bytes"])
+    text = f"cache: {used} of {bound}, {document['evicted_chunks']} chunks evicted"
+    return f"{text}; {document['held_back']}" if document["held_back"] else text
+
+
 @node.command(short_help="Start the daemon.")
+@click.option(
+    "--cache-max",
+    "cache_max_bytes",
+    callback=cache_size,
+    metavar="SIZE",
+    help="Keep at most so much of what servers can give again, such as 20G; PVISOR_CACHE_MAX when not given.",
+)
 @command_options
-def start(settings: Settings) -> None:
-    """Start the daemon; does nothing when it runs.
+def start(settings: Settings, cache_max_bytes: int | None) -> None:
+    """Start the daemon; does nothing when it runs, but for a bound that is given.
+
+    With a bound, chunks that were not used for longest go as new ones come (docs/tiers.md). What no server can give
+    again stays, whatever the bound.
 
     \b
-    Example:
+    Examples:
       pvisor node start
+      pvisor node start --cache-max 20G
     """
     from fuse.node import ensure
 
-    status = ensure(settings.config).status()
+    config = settings.config
+    if cache_max_bytes is None:
+        status = ensure(config).status()
+    else:
+        daemon = ensure(replace(config, cache_max_bytes=cache_max_bytes))
+        daemon.limit_cache(cache_max_bytes)
+        status = daemon.status()
     settings.emit(status, f"node daemon runs, pid {status['pid']}")
 
 
@@ -104,6 +130,8 @@ def status(settings: Settings) -> int:
             parts.append(table(["SNAPSHOT", *header[1:]], counters(document["snapshots"])))
         if document["fills"]:
             parts.append(fills(document["fills"]))
+        if document["cache"]["max_bytes"] is not None:
+            parts.append(cache(document["cache"]))
         if document["vms"]:
             parts.append(f"VMs that run: {', '.join(document['vms'])}")
         return "\n\n".join(parts)

@@ -12,7 +12,7 @@ import click
 
 from cli import startup
 from cli.arguments import OPTIONS_FIRST, failing_with, memory_size, own_command, process_arguments
-from cli.common import Settings, command_options, log_to_stderr, output_options
+from cli.common import Settings, command_options, log_to_stderr, output_options, signature_options
 from fuse import node
 from fuse.node import OpenImage, Opening
 from imaged.names import ImageName, SourceName
@@ -98,6 +98,7 @@ def process_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("name")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- CMD ARG...]", callback=own_command)
 @command_options
+@signature_options
 def run(
     settings: Settings,
     name: str,
@@ -117,6 +118,7 @@ def run(
       pvisor run -it --stage fix --workspace . debian:12 -- bash
       pvisor run --memory 512M --cpus 1.5 --pids 200 -e CI=1 debian:12 -- env
       pvisor run docker://registry.example/team/app:v1
+      pvisor run --require-signature team.pub registry.example/team/app:v1
     """
     opening = begin_open(settings, name, start=True)
     from stage.session import run_image
@@ -132,6 +134,7 @@ def run(
 @click.argument("name")
 @click.argument("directory", type=click.Path(path_type=Path))
 @command_options
+@signature_options
 def mount(settings: Settings, name: str, directory: Path) -> None:
     """Mount an image read-only on a directory; its bytes arrive as they are read. Prints nothing on success.
 

@@ -1,9 +1,7 @@
-"""What signals do to a command that has something to put in order, or whose workload is somewhere else; and where that
-workload's output goes."""
+"""What signals do to a command that has something to put in order, or whose workload is somewhere else."""
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,31 +24,22 @@ def ending_in_order() -> Iterator[None]:
 
 
 @contextmanager
-def forwarding(send: Callable[[int], None]) -> Iterator[None]:
-    """Signals go to the workload; the third Ctrl-C is one here, for a workload that does not mind."""
-    interrupts = 0
+def forwarding(send: Callable[[int], None], has_begun: Callable[[], bool]) -> Iterator[None]:
+    """Signals go to the workload once it has begun, and end this before. The third Ctrl-C or SIGTERM is one here, for a
+    workload that does not mind, or does not get it."""
+    counts = {signal.SIGINT: 0, signal.SIGTERM: 0}
 
     def forward(number: int, _frame: FrameType | None) -> None:
-        nonlocal interrupts
-        if number == signal.SIGINT:
-            interrupts += 1
-            if interrupts >= _PATIENCE:
+        if number in counts:
+            counts[signal.Signals(number)] += 1
+        if not has_begun() or counts.get(signal.Signals(number), 0) >= _PATIENCE:
+            if number == signal.SIGINT:
                 raise KeyboardInterrupt
+            raise SystemExit(128 + number)
         send(number)
 
     with _handling(_FORWARDED, forward):
         yield
-
-
-def writer(fd: int) -> Callable[[bytes], None]:
-    """Writes all it is given. BrokenPipeError when nobody reads it any more."""
-
-    def write(data: bytes) -> None:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(fd, left) :]
-
-    return write
 
 
 @contextmanager

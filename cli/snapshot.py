@@ -8,7 +8,17 @@ from typing import Any
 
 import click
 
-from cli.common import Settings, age, command_options, human_bytes, progress, store_options, table, warn
+from cli.common import (
+    Settings,
+    age,
+    command_options,
+    human_bytes,
+    progress,
+    remote_server,
+    store_options,
+    table,
+    warn,
+)
 from imaged import snapshots
 from imaged.census import Census
 from imaged.errors import ChunkError, FormatError
@@ -239,17 +249,28 @@ def _line(one: Ancestor) -> str:
 
 
 @snapshot.command()
+@click.option("--remote", is_flag=True, help="The server's names instead.")
+@click.option("--server", metavar="URL", help="The names of this server: implies --remote.")
 @click.argument("names", nargs=-1, required=True, metavar="SNAP...")
 @store_options
-def rm(settings: Settings, names: tuple[str, ...]) -> None:
-    """Remove names. `pvisor store gc` then frees what no other snapshot, image, VM or stage keeps.
+def rm(settings: Settings, remote: bool, server: str | None, names: tuple[str, ...]) -> None:
+    """Remove names. `pvisor store gc` then frees what no other snapshot, image, VM or stage keeps; at a server its next
+    collection does.
 
     Snapshots that descend from it lose nothing.
 
     \b
-    Example:
+    Examples:
       pvisor snapshot rm ready
+      pvisor snapshot rm ready --server http://store:7878
     """
+    if server is not None or remote:
+        from imaged.acquire import command_upstream
+
+        with command_upstream(remote_server(settings, server)) as upstream:
+            gone = [upstream.remove_snapshot(name) for name in names]
+        settings.emit({"removed": gone}, "\n".join(gone))
+        return
     with ChunkStore.open(settings.config.store) as store:
         removed = [snapshots.remove(store, name) for name in names]
     settings.emit({"removed": removed}, "\n".join(removed))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
 
-from cli.common import Settings, human_bytes, store_options
+from cli.common import Settings, human_bytes, store_options, table, warn
 from imaged.errors import PvisorError
 
 if TYPE_CHECKING:
+    from imaged.config import Config
+    from imaged.usage import ImageUsage
+    from stage.kept.stages import Stages
     from vmm.record import VmRecord
 
 
@@ -27,66 +31,95 @@ def store() -> None:
 
 
 @store.command(short_help="Show what the store holds.")
+@click.option("--totals", is_flag=True, help="Only the sums, which takes no time on a large store.")
 @store_options
-def df(settings: Settings) -> None:
-    """Show what the store holds and what it takes on disk.
+def df(settings: Settings, totals: bool) -> None:
+    """Show what the store holds and what it takes on disk, and of each image and snapshot what is here, how much of
+    that others have too, and how much goes with its last name.
 
     \b
-    Example:
+    Examples:
       pvisor store df
+      pvisor store df --totals --json
     """
+    from imaged.eviction import noted_bound, used_bytes
     from imaged.store import ChunkStore
+    from imaged.usage import image_usage
 
     with ChunkStore.open(settings.config.store, readonly=True) as opened:
-        usage = opened.df()
+        usage, disk_bytes, bound = opened.df(), used_bytes(opened.root), noted_bound(opened.index)
+        images = [] if totals else image_usage(opened)
+    of_bound = f" of {human_bytes(bound)} (--cache-max)" if bound is not None else ""
     settings.emit(
-        asdict(usage),
-        lambda: (
-            f"{usage.chunks} chunks in {usage.packs} packs\n"
-            f"logical  {human_bytes(usage.logical_bytes)}\n"
-            f"stored   {human_bytes(usage.stored_bytes)}\n"
-            f"dead     {human_bytes(usage.dead_bytes)}"
+        {
+            **asdict(usage),
+            "disk_bytes": disk_bytes,
+            "cache_max_bytes": bound,
+            **({} if totals else {"images": [asdict(one) for one in images]}),
+        },
+        lambda: "\n".join(
+            [
+                f"{usage.chunks} chunks in {usage.packs} packs",
+                f"logical  {human_bytes(usage.logical_bytes)}",
+                f"stored   {human_bytes(usage.stored_bytes)}",
+                f"dead     {human_bytes(usage.dead_bytes)}",
+                f"on disk  {human_bytes(disk_bytes)}{of_bound}",
+                *(["", table(["NAME", "LIVE", "SHARED", "OWN"], _lines(images))] if images else []),
+            ]
         ),
     )
+
+
+def _lines(images: Sequence[ImageUsage]) -> list[list[str]]:
+    return [
+        [
+            ", ".join(one.names) if one.kind == "image" else f"snapshot {', '.join(one.names)}",
+            human_bytes(one.live_bytes),
+            human_bytes(one.shared_bytes),
+            human_bytes(one.own_bytes),
+        ]
+        for one in images
+    ]
 
 
 @store.command(short_help="Remove what nothing keeps alive.")
 @store_options
 def gc(settings: Settings) -> None:
-    """Remove what no name of an image or snapshot, no stage and no VM keeps alive.
+    """Remove what no name of an image or snapshot, no stage, no VM, and nothing that is being made or used keeps alive.
 
-    Nothing else may use the store meanwhile: stop the server, and `pvisor node stop`, which VMs that run must be parked
-    or removed for.
+    The server, the node daemon, conversions and VMs go on meanwhile.
 
     \b
-    Example:
-      pvisor node stop && pvisor store gc
+    Examples:
+      pvisor store gc
+      pvisor store gc --store /srv/pvisor
     """
     from imaged.collect import collect
     from imaged.ids import ChunkId
     from imaged.store import ChunkStore
     from stage.kept.stages import StageInfo, Stages
-    from vmm.vms import Vms, kept_images, kept_snapshots
+    from vmm.kept import kept_images, kept_snapshots
+    from vmm.vms import Vms
 
     # The stages and VMs of this host stand on images and snapshots of its own store.
+    own = settings.store is None
     kept: list[StageInfo] = []
     vms: list[VmRecord] = []
 
     def images() -> set[ChunkId]:
-        if settings.store is not None:
+        if not own:
             return set()
         stages = Stages(settings.config.stages)
-        damaged = stages.damaged()
-        if damaged:
-            hint = f"`pvisor stage drop {damaged[0]}`, or restore its stage.json"
-            raise PvisorError(f"stage {damaged[0]!r} does not say which image it stands on", hint=hint)
-        kept.extend(stages.list())
-        vms.extend(Vms(settings.config).list())
+        _require_known(stages)
+        kept[:] = stages.list()
+        vms[:] = Vms(settings.config).list()
         return {ChunkId.parse(stage.image) for stage in kept} | kept_images(settings.config)
 
     def used() -> set[ChunkId]:
-        return kept_snapshots(settings.config) if settings.store is None else set()
+        return kept_snapshots(settings.config) if own else set()
 
+    if own:
+        _let_go(settings.config)
     report = collect(settings.config.store, keep=images, keep_snapshots=used)
     with ChunkStore.open(settings.config.store, readonly=True) as opened:
         named = {str(ref.record) for _, ref in opened.refs.items()}
@@ -94,18 +127,67 @@ def gc(settings: Settings) -> None:
         named |= {str(ref.record) for _, ref in opened.snapshots.items()}
         held = [(one, what, name) for one in vms for what, name in _stands_on(one) if what not in named]
         held = [(one, what, name) for one, what, name in held if opened.has(ChunkId.parse(what))]
+        leased = [
+            (lease.holder, record)
+            for lease in opened.leases.live()
+            for record in lease.keeps
+            if str(record) not in named and opened.has(record)
+        ]
 
     def text() -> str:
         left = f", {human_bytes(report.dead_bytes)} still lie dead" if report.dead_bytes else ""
         done = f"{report.removed_chunks} chunks removed, {human_bytes(report.freed_bytes)} freed{left}"
         lines = [f"{stage.image_name or stage.image[:12]}: kept by stage {stage.name}" for stage in unnamed]
         lines += [f"{name or what[:12]}: kept by VM {one.name}" for one, what, name in held]
+        lines += [f"{str(record)[:12]}: kept by {holder}" for holder, record in leased]
+        if report.waiting_chunks:
+            who = ", ".join(report.waiting_for) or "names that change all the time"
+            lines.append(f"{report.waiting_chunks} chunks more can go when this has ended: {who}")
         return "\n".join([done, *lines])
 
     kept_by_vms = list(dict.fromkeys(one.name for one, _, _ in held))
     settings.emit(
-        {**asdict(report), "kept_by_stages": [stage.name for stage in unnamed], "kept_by_vms": kept_by_vms}, text
+        {
+            **asdict(report),
+            "kept_by_stages": [stage.name for stage in unnamed],
+            "kept_by_vms": kept_by_vms,
+            "kept_by_leases": sorted({holder for holder, _ in leased}),
+        },
+        text,
     )
+
+
+def _require_known(stages: Stages) -> None:
+    """PvisorError for a stage that does not say what it stands on, unless a command is just making it: then the node
+    daemon keeps that."""
+    from stage.errors import StageBusyError, StageNotFoundError
+
+    for name in stages.damaged():
+        try:
+            stages.require_idle(name)
+        except (StageBusyError, StageNotFoundError):
+            continue
+        if name in stages.damaged():
+            hint = f"`pvisor stage drop {name}`, or restore its stage.json"
+            raise PvisorError(f"stage {name!r} does not say which image it stands on", hint=hint)
+
+
+def _let_go(config: Config) -> None:
+    """The node daemon keeps what is mounted: what has lost its name, and nobody uses, need not be."""
+    from fuse import mounts
+    from fuse.node import connect
+    from imaged.store import ChunkStore
+
+    node = connect(config)
+    if node is None:
+        return
+    with ChunkStore.open(config.store, readonly=True) as opened:
+        named = {str(ref.record) for _, ref in opened.refs.items()}
+    try:
+        mounts.release_unnamed(config, named)
+        node.tidy()
+    except PvisorError as error:
+        warn(error.message)
 
 
 def _stands_on(vm: VmRecord) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from stage.boundary.terminal import HostTerminal
 
 if TYPE_CHECKING:
-    from vmm.agent import Control
+    from vmm.control import Control
 
 _WINDOW = struct.Struct("=4H")
 

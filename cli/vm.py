@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli.arguments import OPTIONS_FIRST, failing_with, memory_size, own_command, process_arguments
+from cli.arguments import OPTIONS_FIRST, memory_size, own_command
 from cli.common import Settings, age, command_options, human_bytes, output_options, progress, table, warn
-from cli.signals import ending_in_order, forwarding, writer
-from vmm.errors import SETUP_FAILED
+from cli.signals import ending_in_order
+from cli.vmexec import NameFirst, console, execute, follow, kill, ps, workload_options
 from vmm.workload import WorkloadOptions
 
 if TYPE_CHECKING:
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from vmm.record import VmRecord
     from vmm.survey import VmStatus
     from vmm.vms import Vms
-    from vmm.workload import Workload
 
 
 @click.group(short_help="Run, park, resume and fork virtual machines.")
@@ -41,47 +38,8 @@ def vm() -> None:
     """
 
 
-class NameFirst(click.Command):
-    """What follows the name is the command's own, unless it begins with a dash, as no program does: `NAME --json`."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        with contextlib.suppress(click.UsageError):  # told below
-            words = self.make_parser(ctx).parse_args(args=list(args))[0].get("command")
-            first = words[0] if isinstance(words, tuple) and words else "--"
-            ctx.allow_interspersed_args = first.startswith("-") and first != "--"
-        return super().parse_args(ctx, args)
-
-
-def workload_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of a command that starts a process in a guest; its own failures are exit code 125."""
-
-    @process_arguments
-    @click.option(
-        "--timeout",
-        "timeout_s",
-        type=click.FloatRange(min=0, min_open=True),
-        metavar="SECONDS",
-        help="End the command after this time; the exit code is then 124.",
-    )
-    @functools.wraps(function)
-    def command(
-        *arguments: Any,
-        env: tuple[str, ...],
-        workdir: str | None,
-        user: str | None,
-        interactive: bool,
-        tty: bool,
-        **others: Any,
-    ) -> Any:
-        options = WorkloadOptions(env=env, workdir=workdir, user=user, tty=tty)
-        with failing_with(SETUP_FAILED):
-            return function(*arguments, options=options, stdin=0 if interactive else None, **others)
-
-    return command
-
-
 def network_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """--net of the commands that start a machine which has an interface already, or has none."""
+    """--net of the commands that start a VM which has an interface already, or has none."""
     option = click.option(
         "--net",
         "network",
@@ -188,7 +146,7 @@ def run(
             _show(settings, vms, record.name)
             return 0
         workload = resolve(record.image_config, command, options, entrypoint=True)
-        return _execute(vms, record.name, workload, stdin, timeout_s, tty=options.tty)
+        return follow(vms, record.name, workload, stdin, timeout_s, tty=options.tty)
 
 
 def _image(settings: Settings, name: str) -> tuple[str, Callable[[], OpenImage]]:
@@ -203,31 +161,6 @@ def _image(settings: Settings, name: str) -> tuple[str, Callable[[], OpenImage]]
     ImageName.parse(name)  # a bad name is wrong usage; the daemon could only say that it failed
     config = settings.config
     return name, lambda: node.open_image(config, name, server=config.server, start=True)
-
-
-def _execute(vms: Vms, name: str, workload: Workload, stdin: int | None, timeout_s: float | None, *, tty: bool) -> int:
-    from vmm.agent import Control
-    from vmm.execution import execute
-
-    with ExitStack() as stack:
-        control = stack.enter_context(Control())
-        stack.enter_context(forwarding(control.signal))
-        terminal = None
-        if tty:
-            from cli.terminal import guest_terminal
-
-            terminal = stack.enter_context(guest_terminal(control, keys=stdin is not None))
-        return execute(
-            vms,
-            name,
-            workload,
-            stdin=stdin,
-            stdout=writer(1),
-            stderr=writer(2),
-            timeout_s=timeout_s,
-            terminal=terminal,
-            control=control,
-        )
 
 
 def _show(settings: Settings, vms: Vms, name: str) -> None:
@@ -252,7 +185,7 @@ def _show_all(settings: Settings, vms: Vms, records: Sequence[VmRecord]) -> None
 @vm.command("ls", short_help="List VMs, and what they do.")
 @output_options
 def list_vms(settings: Settings) -> None:
-    """List VMs: running, parked, or ended and why.
+    """List VMs: running, parked, damaged, or ended and why.
 
     PRIVATE is the memory that only this VM has: a parked one has none.
 
@@ -265,9 +198,6 @@ def list_vms(settings: Settings) -> None:
 
     vms = Vms(settings.config)
     found = survey(vms)
-    for name, record in vms.found():
-        if record is None:
-            warn(f"VM {name!r} is damaged: its vm.json does not say what it is; `pvisor vm rm {name}` removes it")
 
     def text() -> str:
         now = time.time()
@@ -276,7 +206,7 @@ def list_vms(settings: Settings) -> None:
                 status.name,
                 status.state,
                 status.record.image_name or status.record.image[:12] or "-",
-                age(now - status.record.created_ns / 1e9),
+                age(now - status.record.created_ns / 1e9) if status.record.created_ns else "-",
                 human_bytes(status.record.memory_bytes) if status.record.memory_bytes else "-",
                 human_bytes(status.private_bytes) if status.pid is not None else "-",
                 status.record.snapshot_name or status.record.snapshot[:12] or "-",
@@ -287,41 +217,6 @@ def list_vms(settings: Settings) -> None:
         return table(["VM", "STATE", "IMAGE", "AGE", "MEMORY", "PRIVATE", "SNAPSHOT", ""], rows)
 
     settings.emit([describe(status) for status in found], text)
-
-
-@vm.command("exec", cls=NameFirst, context_settings=OPTIONS_FIRST, short_help="Run a command in a VM.")
-@workload_options
-@click.argument("name", metavar="VM")
-@click.argument(
-    "command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD ARG...", callback=own_command
-)
-@output_options
-def execute(
-    settings: Settings,
-    name: str,
-    command: tuple[str, ...],
-    options: WorkloadOptions,
-    stdin: int | None,
-    timeout_s: float | None,
-) -> int:
-    """Run a command in a running VM. Stdout and exit code are the command's own: --json changes nothing there.
-
-    Ctrl-C goes to the command; the third one leaves it running and ends this.
-
-    \b
-    Examples:
-      pvisor vm exec build -- make -j4
-      pvisor vm exec -it build -- bash
-      pvisor vm exec -i -w /src build -- tar -x < sources.tar
-    """
-    from vmm.vms import Vms
-    from vmm.workload import resolve
-
-    if not command:
-        raise click.UsageError("give a command after --")
-    vms = Vms(settings.config)
-    workload = resolve(vms.get(name).image_config, command, options, entrypoint=False)
-    return _execute(vms, name, workload, stdin, timeout_s, tty=options.tty)
 
 
 @vm.command(short_help="Write a VM into the store, and end it.")
@@ -413,36 +308,6 @@ def fork(settings: Settings, name: str, count: int, network: str | None) -> None
     _show_all(settings, vms, records)
 
 
-@vm.command(short_help="Use a VM's serial line.")
-@click.argument("name", metavar="VM")
-@output_options
-def console(settings: Settings, name: str) -> None:
-    """Use the serial line of a VM: a shell of the guest. Ctrl-] ends the connection, not the shell.
-
-    With --json it only prints where the socket of the line is.
-
-    \b
-    Example:
-      pvisor vm console build
-    """
-    from cli.console import converse
-    from vmm.errors import VmStateError
-    from vmm.survey import status
-    from vmm.vms import Vms
-
-    vms = Vms(settings.config)
-    found = status(vms, name)
-    if found.pid is None:
-        raise VmStateError(f"VM {name!r} is {found.state}, not running", hint="`pvisor vm ls` tells more")
-    path = vms.run(name) / "serial.sock"
-    if settings.json_output:
-        settings.emit({"name": name, "socket": str(path)}, "")
-        return
-    if sys.stdin.isatty():
-        print("Ctrl-] ends this", file=sys.stderr)
-    converse(path)
-
-
 @vm.command("rm", short_help="End and remove VMs.")
 @click.option("--keep-snapshot", is_flag=True, help="Keep what a parked VM is parked as.")
 @click.argument("names", nargs=-1, required=True, metavar="VM...")
@@ -457,13 +322,19 @@ def remove(settings: Settings, names: tuple[str, ...], keep_snapshot: bool) -> N
     Example:
       pvisor vm rm build build-1
     """
+    from imaged.errors import PvisorError
+    from vmm.errors import VmError
     from vmm.removal import remove as remove_vm
     from vmm.vms import Vms
 
     vms, removed = Vms(settings.config), []
+    failures: dict[str, PvisorError] = {}
     try:
         for name in dict.fromkeys(names):
-            removed.append(remove_vm(vms, name, keep_snapshot=keep_snapshot))  # noqa: PERF401
+            try:
+                removed.append(remove_vm(vms, name, keep_snapshot=keep_snapshot))
+            except PvisorError as error:
+                failures[name] = error
     finally:
         if removed:
             found = [asdict(one) for one in removed]
@@ -471,6 +342,11 @@ def remove(settings: Settings, names: tuple[str, ...], keep_snapshot: bool) -> N
         for one in removed:
             if one.kept is not None and not keep_snapshot:
                 print(_what_stays(one.name, one.kept), file=sys.stderr)
+    if len(failures) == 1:
+        raise next(iter(failures.values()))
+    if failures:
+        causes = "; ".join(f"{name}: {failure.message}" for name, failure in failures.items())
+        raise VmError(f"{len(failures)} VMs were not removed: {causes}", hint="the others are")
 
 
 def _what_stays(name: str, snapshot: str) -> str:
@@ -479,3 +355,7 @@ def _what_stays(name: str, snapshot: str) -> str:
         f"pvisor: snapshot {snapshot}, the last park of VM {name}, stays: `{again}` goes on from it, "
         f"`pvisor snapshot rm {snapshot}` removes it"
     )
+
+
+for _command in (execute, ps, kill, console):
+    vm.add_command(_command)

@@ -14,6 +14,7 @@ from typing import Any
 from fuse import protocol, rundir
 from fuse.errors import NodeError
 from imaged.config import Config
+from imaged.credentials import KNOWN
 from imaged.errors import FormatError, PvisorError
 
 log = logging.getLogger(__name__)
@@ -116,8 +117,11 @@ class ControlServer:
         return True
 
     def _result(self, request: dict[str, Any], operations: Mapping[str, Operation]) -> dict[str, Any] | None:
+        credentials = request.pop("credentials", None)
         try:
             self._check(request)
+            if credentials is not None:
+                KNOWN.learn(str(credentials["servers"]), str(credentials["token"]))
             operation = operations.get(request["op"])
             result = operation(request) if operation is not None else None
             return None if result is None else {"ok": True, "result": result}

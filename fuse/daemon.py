@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
+from dataclasses import asdict
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,6 +29,7 @@ import mfusepy
 
 from fuse import rundir
 from imaged.config import Config
+from imaged.credentials import KNOWN, VARIABLE
 from imaged.errors import NotFoundError, PvisorError
 
 if TYPE_CHECKING:
@@ -171,19 +173,25 @@ def serve(config: Config, ready: Any) -> None:
     from fuse.control import ControlServer
     from fuse.files import BlockFiles
     from fuse.fill import Filler
+    from fuse.keeping import Keeping
     from fuse.opener import Opener
     from fuse.snapshotopener import SnapshotOpener
+    from imaged.eviction import Evictor
     from imaged.fetch import Fetcher
     from imaged.ids import ChunkId
+    from imaged.signature import Trust
     from imaged.store import ChunkStore
     from imaged.upstream import HttpUpstream
 
     started = time.monotonic()
     with ChunkStore.open(config.store) as store:
-        fetcher = Fetcher(store, [HttpUpstream(config.server)] if config.server else [])
+        fetcher = Fetcher(store, [HttpUpstream(url) for url in config.servers])
+        evictor = Evictor(store, config.cache_max_bytes)
+        fetcher.bound(evictor)
         files = BlockFiles(fetcher)
-        opener = Opener(config, fetcher, files)
-        snapshots = SnapshotOpener(config, fetcher, files, opener)
+        keeping = Keeping(fetcher, files)
+        opener = Opener(config, fetcher, files, keeping)
+        snapshots = SnapshotOpener(config, fetcher, files, opener, keeping)
         filler = Filler(fetcher)
 
         def status(request: dict[str, Any]) -> dict[str, Any]:
@@ -197,15 +205,17 @@ def serve(config: Config, ready: Any) -> None:
                 "snapshots": files.status(snapshots=True),
                 "fills": filler.status(),
                 "vms": vmlease.held(config),
+                "cache": asdict(evictor.status()),
             }
 
         def open_here(request: dict[str, Any]) -> dict[str, Any] | None:
-            found = opener.open_here(str(request["name"]), start=request.get("start") is True)
+            trust = Trust.parse(request.get("require"))
+            found = opener.open_here(str(request["name"]), start=request.get("start") is True, trust=trust)
             return None if found is None else found.to_json()
 
         def open_image(request: dict[str, Any]) -> dict[str, Any]:
-            start = request.get("start") is True
-            return opener.open(str(request["name"]), server=request.get("server"), start=start).to_json()
+            trust, start = Trust.parse(request.get("require")), request.get("start") is True
+            return opener.open(str(request["name"]), server=request.get("server"), start=start, trust=trust).to_json()
 
         def open_snapshot_here(request: dict[str, Any]) -> dict[str, Any] | None:
             found = snapshots.open_here(str(request["name"]))
@@ -222,10 +232,20 @@ def serve(config: Config, ready: Any) -> None:
             return {}
 
         def pull_image(request: dict[str, Any]) -> dict[str, Any]:
-            return opener.pull(str(request["name"]), server=str(request["server"]))
+            trust = Trust.parse(request.get("require"))
+            return opener.pull(str(request["name"]), server=str(request["server"]), trust=trust)
 
         def fill_image(request: dict[str, Any]) -> dict[str, Any]:
             filler.want(ChunkId.parse(str(request["image"])), request.get("bytes_per_s"))
+            return {}
+
+        def tidy(request: dict[str, Any]) -> dict[str, Any]:
+            keeping.tidy()
+            return {}
+
+        def limit_cache(request: dict[str, Any]) -> dict[str, Any]:
+            evictor.limit(int(request["max_bytes"]))
+            fetcher.bound(evictor)
             return {}
 
         operations = {
@@ -233,6 +253,8 @@ def serve(config: Config, ready: Any) -> None:
             "open_snapshot": open_snapshot_here,
             "check_snapshot": check_snapshot_here,
             "fill": fill_image,
+            "limit_cache": limit_cache,
+            "tidy": tidy,
             "status": status,
         }
         waiting = {
@@ -248,12 +270,17 @@ def serve(config: Config, ready: Any) -> None:
             ready()
             try:
                 filler.resume()
+                if config.cache_max_bytes is not None:
+                    evictor.start()
+                else:
+                    evictor.note()
             except Exception:  # else libfuse drops it without a word
-                log.exception("what was being filled is not gone on with")
+                log.exception("what was being filled is not gone on with, or the cache grows without bound")
 
         with ExitStack() as ends:
-            for end in (fetcher.close, files.close, opener.close, snapshots.close, filler.close):
+            for end in (evictor.close, fetcher.close, files.close, opener.close, snapshots.close, filler.close):
                 ends.callback(end)
+            ends.callback(keeping.close)
             ends.callback(mounts.detach_all, config)
             ends.callback(control.close)
             ends.callback(log.info, "unmounted; ending")
@@ -301,11 +328,15 @@ def main() -> None:
     parser.add_argument("--home", type=Path, required=True)
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--server")
+    parser.add_argument("--cache-max", type=int)
     parser.add_argument("--ready-fd", type=int, required=True)
     arguments = parser.parse_args()
     if os.fork():
         os._exit(0)
-    config = Config(home=arguments.home, run=arguments.run, server=arguments.server)
+    config = Config(
+        home=arguments.home, run=arguments.run, server=arguments.server, cache_max_bytes=arguments.cache_max
+    )
+    KNOWN.learn(config.server or "", os.environ.pop(VARIABLE, ""))
     ready_fd = arguments.ready_fd
     os.umask(0o077)
 

@@ -35,8 +35,7 @@ def examine(config: Config) -> list[Check]:
         _directory("PVISOR_HOME", config.home),
         _directory("PVISOR_RUN", config.run),
     ]
-    if config.server is not None:
-        checks.append(_server(config.server))
+    checks += [_server(url) for url in config.servers]
     return checks
 
 

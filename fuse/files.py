@@ -180,6 +180,12 @@ class BlockFiles:
             self._handles.pop(handle).handles -= 1
             self._forget_idle()
 
+    def is_open(self, block_image: ChunkId) -> bool:
+        """Whether somebody has this file open."""
+        with self._lock:
+            held = self._files.get(block_image)
+            return held is not None and held.handles > 0
+
     def names(self) -> list[str]:
         """The files that have been looked up or opened: all others are there, too, once someone asks for them."""
         with self._lock:

@@ -44,6 +44,7 @@ _BACKOFF = RetryPolicy(first_wait_s=1.0, longest_wait_s=60.0)
 _TELL_S = 600.0
 _END_S = 10.0
 _LOOK_UP = 4096
+_ROUNDS = 3
 
 
 class State(StrEnum):
@@ -222,11 +223,29 @@ class Filler:
             chunks += len(some)
             absent += self._store.missing(some)
         fill.chunks, fill.present_chunks = chunks, chunks - len(absent)
-        self._bring(fill, record, absent)
-        self._store.flush()
-        self._store.refs.complete(fill.image)
+        for _ in range(_ROUNDS):
+            self._bring(fill, record, absent)
+            absent = self._completed(fill)
+            if not absent:
+                break
+        else:
+            raise StoreError(f"the store does not keep all of it: {len(absent)} chunks went again")
         fill.present_chunks, fill.error, fill.state = chunks, "", State.COMPLETE
         log.info("image %s is complete: %d chunks", fill.name, fill.chunks)
+
+    def _completed(self, fill: Fill) -> list[ChunkId]:
+        """Say that the image is complete, under a lease; else what is missing after all. The hours before, somebody may
+        have evicted, or found damaged, what was here."""
+        with self._store.lease(f"completing {fill.name}"):
+            absent = [
+                chunk
+                for some in _slices(reachable(self._store, fill.image), _LOOK_UP)
+                for chunk in self._store.missing(some)
+            ]
+            if not absent:
+                self._store.flush()
+                self._store.refs.complete(fill.image)
+        return absent
 
     def _bring(self, fill: Fill, record: ImageRecord, chunks: Iterable[ChunkId]) -> None:
         """Those that are not here. What a server that answers does not have is left to the end."""
@@ -281,7 +300,8 @@ class Filler:
                 fill.present_chunks += 1
 
         servers = self._fetcher.routes.order(self._fetcher.origin(record.data) or "")
-        download = self._download = Download(chunks, _BACKOFF, asked=asked, settled=self._store.has)
+        judged = self._fetcher.routes.judge
+        download = self._download = Download(chunks, _BACKOFF, asked=asked, judged=judged, settled=self._store.has)
         if self._stop.is_set():
             raise _GoneError
         download.run(servers, arrived, patient=False)

@@ -11,7 +11,7 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -124,6 +124,22 @@ def release_all(config: Config) -> Released:
             except MountError as error:
                 busy.append(error.message)
     return Released(released, directories, busy)
+
+
+def release_unnamed(config: Config, named: Collection[str]) -> list[str]:
+    """Unmount the images that are mounted for nobody in particular, but for those in `named`; which these are."""
+    released: list[str] = []
+    if not config.run.is_dir():
+        return released
+    with rundir.mounting(config), contextlib.ExitStack() as leases:
+        kept = {*named, *(entry.image for entry in user_mounts(config))}
+        targets = [mount.path for mount in mount_points() if mount.path.parent == config.images]
+        for target in dict.fromkeys(targets):
+            if target.name not in kept and _in_use(config, target, leases) is None:
+                with contextlib.suppress(MountError):
+                    linux.umount(target)
+                    released.append(target.name)
+    return released
 
 
 def _in_use(config: Config, target: Path, leases: contextlib.ExitStack) -> str | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from fuse import protocol, rundir
@@ -25,6 +27,7 @@ __all__ = [
     "ensure",
     "open_image",
     "open_snapshot",
+    "required_keys",
     "stop",
 ]
 _CONNECT_S = 10.0
@@ -39,17 +42,22 @@ class Node:
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    def open_image(self, name: str, *, server: str | None = None, start: bool = False) -> OpenImage:
+    def open_image(
+        self, name: str, *, server: str | None = None, start: bool = False, require: Sequence[str] = ()
+    ) -> OpenImage:
         """Make an image ready to mount: by name, unique end of a name, or id.
 
         One that is not in the local store is pulled lazily from `server`, or from the daemon's server. With `start` a
-        process is about to start in it, and what that touches may be recorded. NodeError carries what the daemon says.
+        process is about to start in it, and what that touches may be recorded. `require` are public keys in hex: one of
+        them must have signed it. NodeError carries what the daemon says.
         """
-        return self.begin_open(name, server=server, start=start).wait()
+        return self.begin_open(name, server=server, start=start, require=require).wait()
 
-    def begin_open(self, name: str, *, server: str | None = None, start: bool = False) -> Opening:
+    def begin_open(
+        self, name: str, *, server: str | None = None, start: bool = False, require: Sequence[str] = ()
+    ) -> Opening:
         """As `open_image`, while the caller does something else. NodeError."""
-        return Opening(_Call(self.config, "open", _OPEN_S, {"name": name, "server": server, "start": start}))
+        return Opening(_Call(self.config, "open", _OPEN_S, _opening(name, server, start, require)))
 
     def open_snapshot(self, name: str, *, server: str | None = None) -> OpenSnapshot:
         """Make a snapshot ready to be restored: by name, id, or the start of an id. Nothing is mounted.
@@ -68,12 +76,12 @@ class Node:
         """
         self._ask("check_snapshot", _OPEN_S, name=name)
 
-    def pull(self, name: str, *, server: str) -> dict[str, Any]:
+    def pull(self, name: str, *, server: str, require: Sequence[str] = ()) -> dict[str, Any]:
         """As `open_image`, after asking the server what the name means now: `id` and full `name`, and what that cost.
 
         The name is set when this returns, and the chunks of the image's startup profile are on their way. NodeError.
         """
-        return self._ask("pull", _OPEN_S, name=name, server=server)
+        return self._ask("pull", _OPEN_S, name=name, server=server, require=list(require) or None)
 
     def fill(self, image: str, *, bytes_per_s: int | None = None) -> None:
         """Fetch in the background all that an image, by its id, lacks; also after this daemon. NodeError.
@@ -82,9 +90,18 @@ class Node:
         """
         self._ask("fill", _OPEN_S, image=image, bytes_per_s=bytes_per_s)
 
+    def tidy(self) -> None:
+        """Let go of what nobody uses any more, so that a collection may take it. NodeError."""
+        self._ask("tidy", _STATUS_S)
+
+    def limit_cache(self, max_bytes: int) -> None:
+        """Keep no more than so many bytes of what servers can give again. NodeError."""
+        self._ask("limit_cache", _STATUS_S, max_bytes=max_bytes)
+
     def status(self) -> dict[str, Any]:
         """pid, uptime_s, server, home, mount, `images` (by image id its name and counters), `fills` (by image id its
-        name, state, chunks, present_chunks, counters and error) and `vms` (the name of each that runs on this host)."""
+        name, state, chunks, present_chunks, counters and error), `vms` (the name of each that runs on this host) and
+        `cache` (its bound and use, and what was evicted)."""
         return self._ask("status", _STATUS_S)
 
     def stop(self) -> None:
@@ -129,6 +146,9 @@ class _Call:
     ) -> None:
         self._config, self._operation, self._timeout_s = config, operation, timeout_s
         request = {"op": operation, "protocol": protocol.PROTOCOL, "home": str(config.home), **fields}
+        if "PVISOR_TOKEN" in os.environ:  # the daemon may have been started without it, or with one that is revoked now
+            servers = fields.get("server") or config.server or ""
+            request["credentials"] = {"servers": servers, "token": os.environ["PVISOR_TOKEN"]}
         try:
             self._connection = connection or _connected(config)
         except OSError as error:
@@ -177,15 +197,26 @@ class _Call:
 
 
 def begin_open(config: Config, name: str, *, server: str | None = None, start: bool = False) -> Opening:
-    """`Node.begin_open` at the daemon, which is started when there is none. NodeError."""
+    """`Node.begin_open` at the daemon, which is started when there is none, with the signature that the configuration
+    requires. NodeError; OSError, SignatureError for a key file."""
+    require = required_keys(config)
     connection = _reached(config)
     if connection is None:
-        return ensure(config).begin_open(name, server=server, start=start)
-    return Opening(_Call(config, "open", _OPEN_S, {"name": name, "server": server, "start": start}, connection))
+        return ensure(config).begin_open(name, server=server, start=start, require=require)
+    return Opening(_Call(config, "open", _OPEN_S, _opening(name, server, start, require), connection))
+
+
+def required_keys(config: Config) -> list[str]:
+    """The public keys of which one must have signed an image, in hex. OSError, SignatureError."""
+    if not config.require_signature:
+        return []
+    from imaged.signature import Trust  # not on the way of most starts
+
+    return Trust.read(config.require_signature).keys()
 
 
 def open_image(config: Config, name: str, *, server: str | None = None, start: bool = False) -> OpenImage:
-    """`Node.open_image` at the daemon, which is started when there is none. NodeError."""
+    """As `begin_open`, and wait for it."""
     return begin_open(config, name, server=server, start=start).wait()
 
 
@@ -198,6 +229,11 @@ def open_snapshot(config: Config, name: str, *, server: str | None = None) -> Op
         _Call(config, "open_snapshot", _OPEN_S, {"name": name, "server": server}, connection)
     ) as call:
         return OpenSnapshot.from_json(call.result())
+
+
+def _opening(name: str, server: str | None, start: bool, require: Sequence[str]) -> dict[str, Any]:
+    """The fields of the request."""
+    return {"name": name, "server": server, "start": start, "require": list(require) or None}
 
 
 def check_snapshot(config: Config, name: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from fuse import rundir
 from fuse.files import BlockFile, BlockFiles
+from fuse.keeping import Keeping
 from fuse.metadata import MetadataFiles
 from fuse.node import OpenImage
 from fuse.recorder import Recorder
@@ -18,25 +19,32 @@ from imaged import catalog
 from imaged.acquire import COMMAND_RETRY
 from imaged.blockimage import open_blob, read_blob
 from imaged.boot import Ahead, follow, recall
-from imaged.config import Config
-from imaged.errors import ChunkCorruptError, ChunkMissingError, FormatError, NotFoundError
+from imaged.config import Config, server_urls
+from imaged.errors import ChunkCorruptError, ChunkMissingError, FormatError, NotFoundError, UpstreamError
 from imaged.fetch import Fetcher, Tally
 from imaged.ids import ChunkId
 from imaged.names import ImageName
-from imaged.pull import pull_image
+from imaged.pull import Pulled, pull_image
 from imaged.record import ImageRecord
+from imaged.signature import Signature, Trust
+from imaged.tiers import first, tiers
 from imaged.upstream import HttpUpstream
 
 log = logging.getLogger(__name__)
+_ANY = Trust()
+"""Nothing has to be signed."""
 
 
 class _Found(NamedTuple):
-    """An image that is known. `lacking` when chunks of it may not be here."""
+    """An image that is known. `lacking` when chunks of it may not be here. `full_name` is the one of which its
+    `signatures` are, while the store does not have that yet."""
 
     id: ChunkId
     name: str
     record: ImageRecord
     lacking: bool
+    full_name: str = ""
+    signatures: tuple[Signature, ...] = ()
 
 
 class _Seen(IntEnum):
@@ -55,7 +63,9 @@ class Opener:
     background, and what its first process touches is recorded, unless it is first opened to be read in another way.
     """
 
-    def __init__(self, config: Config, fetcher: Fetcher, files: BlockFiles) -> None:
+    def __init__(self, config: Config, fetcher: Fetcher, files: BlockFiles, keeping: Keeping | None = None) -> None:
+        """`keeping` lets what is opened stay."""
+        self._keeping = keeping or Keeping(fetcher, files)
         self._config = config
         self._fetcher = fetcher
         self._files = files
@@ -72,28 +82,25 @@ class Opener:
         self.recorder.close()
         self._metadata.close()
 
-    def open(self, name: str, *, server: str | None, start: bool = False) -> OpenImage:
+    def open(self, name: str, *, server: str | None, start: bool = False, trust: Trust = _ANY) -> OpenImage:
         """By name, unique end of a name, or image id; what is not here comes from `server` or the daemon's own.
 
         `start`: what is read next is what a process that starts there touches. A server that does not answer is given
         up soon, as in `pull`; not so when bytes of an image that is known are read.
-        NotFoundError, UpstreamError, StoreError, ChunkError, FormatError.
+        NotFoundError, UpstreamError, SignatureError, StoreError, ChunkError, FormatError.
         """
         with self._turn(name), _started() as ahead:
-            found = self._find(name)
+            found = self._find(name, trust)
             if found is not None:
                 return self._open(found, ahead, start)
             tally = Tally()
-            url = server or self._config.server
-            if not url:
-                found = self._find_or_explain(name)
-            else:
-                found, _ = self._pull(name, self._fetcher.upstream(url).patient(COMMAND_RETRY), tally, ahead)
+            text = server or self._config.server
+            found = self._pull(name, text, tally, ahead, trust) if text else self._find_or_explain(name, trust)
             return self._ready(found, tally, start)
 
-    def open_here(self, name: str, *, start: bool = False) -> OpenImage | None:
+    def open_here(self, name: str, *, start: bool = False, trust: Trust = _ANY) -> OpenImage | None:
         """As `open` when that needs no server, else None. Does not wait for those who ask one."""
-        found = self._find(name)
+        found = self._find(name, trust)
         if found is None or not self._is_here(found):
             return None
         with _started() as ahead:
@@ -132,20 +139,19 @@ class Opener:
         except (ChunkMissingError, ChunkCorruptError, FormatError):
             return False
 
-    def pull(self, name: str, *, server: str) -> dict[str, Any]:
+    def pull(self, name: str, *, server: str, trust: Trust = _ANY) -> dict[str, Any]:
         """Ask the server what the name means now, then as `open`: id and full name, and what that has cost until now.
 
         On return the name is set. Somebody waits at a terminal: a server that does not answer is given up soon.
         """
-        upstream = self._fetcher.upstream(server).patient(COMMAND_RETRY)
         with self._turn(name), _started() as ahead:
             tally = Tally()
-            found, full_name = self._pull(name, upstream, tally, ahead)
+            found = self._pull(name, server, tally, ahead, trust)
             self._ready(found, tally, None)
         self._fetcher.drain()
         counts = tally.to_dict()
         costs = {key: counts[key] for key in ("requests", "fetched_chunks", "fetched_bytes")}
-        return {"id": str(found.id), "name": full_name, **costs}
+        return {"id": str(found.id), "name": found.full_name or str(found.id), **costs}
 
     def _ready(self, found: _Found, tally: Tally, start: bool | None) -> OpenImage:
         """Everything that a mount needs is in place. `start` is None for one that nobody mounts yet."""
@@ -163,6 +169,7 @@ class Opener:
 
     def _laid_out(self, found: _Found, tally: Tally) -> tuple[OpenImage, BlockFile]:
         """With the metadata in a file, and the file of the data ready."""
+        self._keeping.open(found.id, [found.record.data], name=found.name, lazy=found.lacking)
         use = self._files.use(found.id, found.name, tally)
         reader = self._fetcher.reader(found.record.metadata, use.tally)
         path = self._metadata.file(str(found.record.metadata), lambda: read_blob(reader, found.record.metadata))
@@ -178,13 +185,23 @@ class Opener:
         )
         return image, file
 
-    def _find(self, name: str) -> _Found | None:
-        """In the local store; None when it is not there, or its record is lost."""
+    def _find(self, name: str, trust: Trust = _ANY) -> _Found | None:
+        """In the local store; None when it is not there, or its record is lost. SignatureError."""
         try:
-            entry = catalog.find(self._fetcher.store, name)
+            return self._find_entry(name, trust)
         except (NotFoundError, ChunkMissingError, ChunkCorruptError) as error:
             log.info("%s", error.message)
-            return self._pulled.get(name) or (self._find_record(name) if ChunkId.is_id(name) else None)
+        pulled = self._pulled.get(name)
+        if pulled is not None:
+            trust.check(pulled.full_name, pulled.id, pulled.signatures)
+            return pulled
+        # One without a name has no signature here either.
+        return self._find_record(name) if ChunkId.is_id(name) and not trust else None
+
+    def _find_entry(self, name: str, trust: Trust) -> _Found:
+        store = self._fetcher.store
+        entry = catalog.find(store, name)
+        catalog.require_signed(store, name, entry, trust)
         return _Found(entry.ref.record, entry.name, entry.record, bool(entry.ref.origin))
 
     def _find_record(self, text: str) -> _Found | None:
@@ -196,16 +213,35 @@ class Opener:
             return None
         return _Found(image, text, record, self._fetcher.origin(record.data) is not None)
 
-    def _pull(self, name: str, upstream: HttpUpstream, tally: Tally, ahead: Ahead) -> tuple[_Found, str]:
-        """The image under the name it was asked for, and the name that the server has for it, or its id."""
+    def _pull(self, name: str, server: str, tally: Tally, ahead: Ahead, trust: Trust) -> _Found:
+        """The image under the name it was asked for, from the first of these servers that has it."""
         ahead.together = self._is_first()
-        pulled = pull_image(self._fetcher, upstream, name, lazy=True, tally=tally, ahead=ahead)
+        urls = server_urls(server)
+        servers = tiers((self._fetcher.upstream(url) for url in urls), COMMAND_RETRY)
+        last = urls[-1] if len(urls) > 1 else ""
+
+        link = self._fetcher.routes.link
+
+        def attempt(upstream: HttpUpstream) -> Pulled:
+            try:
+                pulled = pull_image(
+                    self._fetcher, upstream, name, lazy=True, tally=tally, ahead=ahead, trust=trust, last=last
+                )
+            except UpstreamError:
+                link(upstream).failed()
+                raise
+            link(upstream).has_more()
+            return pulled
+
+        # A peer that did not answer lately is not waited for again with each image.
+        awake = [one for one in servers[:-1] if not link(one).is_resting]
+        pulled = first([*awake, servers[-1]], attempt)
         asked = name if ChunkId.is_id(name) else str(ImageName.parse(name))
-        found = _Found(pulled.id, asked, pulled.record, True)
+        found = _Found(pulled.id, asked, pulled.record, True, pulled.name, pulled.signatures)
         # A lazy pull sets the name in the background; until then the name is known here only.
         self._pulled[name] = found
         self._fetcher.keeper.after(lambda: self._published(name))
-        return found, pulled.name or str(pulled.id)
+        return found
 
     def _is_first(self) -> bool:
         """Whether nobody else can have brought a chunk: only then is there no need to say which chunks are here."""
@@ -213,14 +249,13 @@ class Opener:
             first, self._asked = not self._asked, True
         return first and not self._fetcher.store.df().chunks
 
-    def _find_or_explain(self, name: str) -> _Found:
+    def _find_or_explain(self, name: str, trust: Trust) -> _Found:
         """Without a server: the store's own reason why the name means nothing here, or several things."""
         try:
-            entry = catalog.find(self._fetcher.store, name)
+            return self._find_entry(name, trust)
         except NotFoundError as error:
             more = "set --server or PVISOR_SERVER to get it from a server"
             raise NotFoundError(error.message, hint=f"{error.hint}; {more}" if error.hint else more) from error
-        return _Found(entry.ref.record, entry.name, entry.record, bool(entry.ref.origin))
 
     def _published(self, name: str) -> None:
         self._pulled.pop(name, None)

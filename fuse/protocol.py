@@ -1,6 +1,6 @@
 """What a command and the node daemon say to each other: one JSON object on one line each way, over a unix socket.
 
-    request   {"op": "open" | "pull" | "fill" | "open_snapshot" | "check_snapshot" | "status", "protocol": 2,
+    request   {"op": "open" | "pull" | "fill" | "open_snapshot" | "check_snapshot" | "status", "protocol": 3,
                "home": "/var/lib/pvisor", ...its own fields}
     answer    {"ok": true, "result": {...}}  or  {"ok": false, "error": "...", "hint": "..."}
 
@@ -19,7 +19,7 @@ from typing import Any
 
 from imaged.errors import FormatError
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised whenever a daemon of another version would misunderstand a command or the other way round."""
 LINE_LIMIT_BYTES = 16 << 20
 _ADDRESS_LIMIT_BYTES = 107

@@ -22,7 +22,7 @@ from imaged.errors import PvisorError
 from imaged.ids import ChunkId
 from imaged.offers import Offer
 from imaged.profile import ENTRY_LIMIT, RUN_BYTES
-from imaged.upstream import HttpUpstream, RetryPolicy
+from imaged.upstream import HttpUpstream, RetryPolicy, UpstreamRefusedError
 
 if TYPE_CHECKING:
     from fuse.files import BlockFile
@@ -241,6 +241,9 @@ class Recorder:
         if origin not in away:
             try:
                 self._offer(origin, offer.image, offer.touched)
+            except UpstreamRefusedError as error:
+                log.info("profile of %s is not wanted: %s", offer.image, error.message)
+                return True
             except PvisorError as error:
                 log.warning("profile of %s is offered again later: %s", offer.image, error.message)
                 away.add(origin)

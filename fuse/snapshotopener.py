@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from fuse.errors import NodeError
 from fuse.files import BlockFile, BlockFiles
+from fuse.keeping import Keeping
 from fuse.node import OpenImage, OpenSnapshot
 from fuse.opener import Opener
 from fuse.readiness import Readiness
@@ -40,8 +41,16 @@ class SnapshotOpener:
     itself restored has one from the beginning: what its parent touched, and what it changed since.
     """
 
-    def __init__(self, config: Config, fetcher: Fetcher, files: BlockFiles, opener: Opener) -> None:
+    def __init__(
+        self,
+        config: Config,
+        fetcher: Fetcher,
+        files: BlockFiles,
+        opener: Opener,
+        keeping: Keeping | None = None,
+    ) -> None:
         self._config, self._fetcher, self._files, self._opener = config, fetcher, files, opener
+        self._keeping = keeping or Keeping(fetcher, files)
         self._lock = threading.Lock()
         self._sets: OrderedDict[ChunkId, WorkingSet] = OrderedDict()
         self._looks: OrderedDict[ChunkId, Readiness] = OrderedDict()
@@ -103,6 +112,9 @@ class SnapshotOpener:
 
     def _open(self, found: Snapshot, image: OpenImage) -> OpenSnapshot:
         record, blocks = found.record, self._config.blocks
+        files = [record.memory, *((record.disk,) if record.disk is not None else ())]
+        # One without a name is kept by who made it, until a machine stands on it.
+        self._keeping.open(found.id, files, name=found.label, lazy=found.name is None)
         use = self._files.use(found.id, found.label, snapshot=True)
         memory = self._files.assign(record.memory, use.tally)
         disk = self._files.assign(record.disk, use.tally) if record.disk is not None else None

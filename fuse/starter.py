@@ -142,6 +142,8 @@ def _spawn(config: Config) -> None:
     command = [*submodule.command("fuse.daemon"), "--home", str(config.home), "--run", str(config.run)]
     if config.server is not None:
         command += ["--server", config.server]
+    if config.cache_max_bytes is not None:
+        command += ["--cache-max", str(config.cache_max_bytes)]
     reading, writing = os.pipe()
     try:
         try:

@@ -39,6 +39,23 @@ def take(config: Config, key: str) -> int:
             os.close(fd)
 
 
+def drop(config: Config, key: str) -> None:
+    """Remove the file of a lease that nobody holds; one that is held, or not there, stays so."""
+    path = rundir.lease_path(config, _PREFIX + key)
+    if not path.exists():
+        return
+    with rundir.looking(config):
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            if rundir.try_lock(fd):
+                path.unlink(missing_ok=True)
+        finally:
+            os.close(fd)
+
+
 def held(config: Config) -> list[str]:
     """The names of the VMs whose leases are held; the files of others are removed."""
     found = []

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from imaged import catalog, snapshots
 from imaged.chunks import ChunkReader
-from imaged.config import Config
-from imaged.errors import InvalidNameError, NotFoundError, PvisorError
+from imaged.config import Config, server_urls
+from imaged.errors import InvalidNameError, NotFoundError, SignatureError
 from imaged.ids import ChunkId
 from imaged.names import ImageName, SourceName
 from imaged.progress import Progress
 from imaged.record import ImageRecord
-from imaged.remote import Job
+from imaged.signature import SigningKey, Trust
 from imaged.snapshots import Snapshot, snapshot_origin
 from imaged.store import ChunkStore
+from imaged.tiers import first, tiers
 from imaged.upstream import HttpUpstream, RetryPolicy
 
 if TYPE_CHECKING:
     from imaged.fetch import Fetcher
+    from imaged.pull import Pulled
+    from imaged.snapshotpull import PulledSnapshot
     from imaged.tally import Tally
 
-_POLL_S = 0.1
 COMMAND_RETRY = RetryPolicy(total_s=3.0)
 """Somebody waits at a terminal; the node daemon is more patient."""
 
@@ -46,32 +47,47 @@ def command_upstream(url: str) -> HttpUpstream:
 
 
 def convert_image(
-    config: Config, source: SourceName, *, name: str | None, platform: str | None, progress: Progress
+    config: Config,
+    source: SourceName,
+    *,
+    name: str | None,
+    platform: str | None,
+    progress: Progress,
+    key: SigningKey | None = None,
 ) -> Acquired:
     """Convert into the local store; with a server, into the server's.
 
     A registry image is converted by the server itself. Other sources are files of this host: they are converted here
     and the chunks that the server lacks are sent to it. Without a name the image gets its own, or its source's.
+    With a `key` the result is signed, here: what a server converted is signed as the server says it is.
     """
     wanted = ImageName.parse(name) if name is not None else None
-    if config.server is None:
-        return _convert_here(config, source, name=wanted, platform=platform, progress=progress)
-    if source.transport == "docker":
-        return _convert_at_server(config.server, source, name=wanted, platform=platform, progress=progress)
+    if config.origin is not None and source.transport == "docker":
+        acquired = _convert_at_server(config.origin, source, name=wanted, platform=platform, progress=progress)
+        if key is not None:
+            _sign_at_server(config.origin, acquired.name, acquired.id, key)
+        return acquired
     acquired = _convert_here(config, source, name=wanted, platform=platform, progress=progress)
+    if key is not None:
+        with ChunkStore.open(config.store) as store:
+            _sign_here(store, acquired.name, acquired.id, key)
+    if config.origin is None:
+        return acquired
     from imaged.push import push_image
 
-    with ChunkStore.open(config.store) as store, command_upstream(config.server) as upstream:
+    with ChunkStore.open(config.store) as store, command_upstream(config.origin) as upstream:
         push_image(store, upstream, catalog.find(store, acquired.name), progress)
     return acquired
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """An image that a server has under this name or id."""
+    """An image that a server has under this name or id, or one of several (`Config.server`)."""
 
     name: str
     server: str
+    warnings: tuple[str, ...] = ()
+    """Of the conversion that brought it there just now."""
 
 
 def pull_image(config: Config, text: str, *, lazy: bool, platform: str | None, progress: Progress) -> Acquired:
@@ -82,24 +98,72 @@ def pull_image(config: Config, text: str, *, lazy: bool, platform: str | None, p
     found = locate(config, text, platform=platform, progress=progress)
     if isinstance(found, Acquired):
         return found
-    return _pull_from_server(config, found.server, found.name, lazy=lazy, progress=progress)
+    pulled = _pull_from_server(config, found.server, found.name, lazy=lazy, progress=progress)
+    return replace(pulled, warnings=(*found.warnings, *pulled.warnings))
+
+
+def sign_image(config: Config, text: str, key: SigningKey, *, server: str | None) -> Acquired:
+    """Sign an image under its full name: in the local store when it is there, and at a server when one is given.
+
+    What is signed at the server is what this host has under the name; SignatureError when the server has another image.
+    Only of an image that is not here at all the server is believed what the name stands for. NotFoundError.
+    """
+    local: catalog.Entry | None = None
+    if server is None or config.store.exists():
+        with ChunkStore.open(config.store) as store:
+            try:
+                local = catalog.find(store, text)
+                _sign_here(store, local.name, local.ref.record, key)
+            except NotFoundError:
+                if server is None:
+                    raise
+    if server is None:
+        assert local is not None  # else it was not found
+        return Acquired(name=local.name, id=local.ref.record, details={"key": key.public.id})
+    asked = local.name if local is not None else str(ImageName.parse(text))
+    with command_upstream(server) as upstream:
+        there = upstream.image(asked)
+    if there.name != asked:
+        raise SignatureError(f"{server} has {there.name or there.id}, not {asked}", hint="give its whole name")
+    if local is not None and there.id != local.ref.record:
+        raise SignatureError(
+            f"image {asked} is signed here only: it is {local.ref.record}, but {there.id} at {server}",
+            hint="pull it, or convert it with --server, so that both are the image you mean",
+        )
+    _sign_at_server(server, there.name, there.id, key)
+    return Acquired(name=there.name, id=there.id, details={"key": key.public.id, "server": server})
+
+
+def _sign_here(store: ChunkStore, name: str, image: ChunkId, key: SigningKey) -> None:
+    if store.refs.sign(name, image, [key.sign(name, image)]) is None:
+        raise NotFoundError(f"image {name} was removed or replaced just now")
+
+
+def _sign_at_server(server: str, name: str, image: ChunkId, key: SigningKey) -> None:
+    """The key stays here: the server gets the signature."""
+    with command_upstream(server) as upstream:
+        upstream.publish(name, image, [key.sign(name, image)])
 
 
 def locate(config: Config, text: str, *, platform: str | None, progress: Progress) -> Acquired | Offered:
     """Where the image that `pull_image` means can be had; a source is converted, and is here already if that was done
-    here."""
+    here. SignatureError for one that is here, and not signed as the configuration requires."""
+    trust = Trust.read(config.require_signature)
     if not SourceName.is_source(text):
-        local = _local(config, text) if config.server is None else None
+        local = _local(config, text, trust) if config.server is None else None
         server = local.ref.origin if local is not None else config.server
         if server:
             return Offered(text, server)
         assert local is not None
         return Acquired(name=local.name, id=local.ref.record)
     source = SourceName.parse(text)
-    if config.server is None or source.transport != "docker":
+    if config.origin is None or source.transport != "docker":
+        if trust:
+            hint = "`pvisor convert` it, `pvisor image sign` the result, and give the name of that"
+            raise SignatureError(f"a signature is required, and {source} is a source: it has none", hint=hint)
         return _convert_here(config, source, name=None, platform=platform, progress=progress)
-    _convert_at_server(config.server, source, name=None, platform=platform, progress=progress)
-    return Offered(str(source.default_name), config.server)
+    done = _convert_at_server(config.origin, source, name=None, platform=platform, progress=progress)
+    return Offered(done.name, config.origin, done.warnings)
 
 
 @contextmanager
@@ -160,17 +224,22 @@ def pull_snapshot(config: Config, text: str, *, lazy: bool, progress: Progress) 
             server = snapshot_origin(store, snapshot)
             if not server:
                 return Acquired(name=snapshot.label, id=snapshot.id)
-        with _fetching(store, server) as (fetcher, upstream, tally):
-            pulled = pull(fetcher, upstream, text, lazy=lazy, progress=progress, tally=tally)
+        with _fetching(store, server) as (fetcher, tally):
+
+            def attempt(upstream: HttpUpstream) -> PulledSnapshot:
+                last = fetcher.upstreams[-1].url
+                return pull(fetcher, upstream, text, lazy=lazy, progress=progress, tally=tally, last=last)
+
+            pulled = first(tiers(fetcher.upstreams, COMMAND_RETRY), attempt)
             fetcher.drain()
     return Acquired(name=pulled.name, id=pulled.id, details=_counts(tally))
 
 
 def require_server(config: Config) -> str:
-    """The server's URL. InvalidNameError when none is set."""
-    if config.server is None:
+    """The URL of the server that is written to and listed: the last. InvalidNameError when none is set."""
+    if config.origin is None:
         raise InvalidNameError("no server is set", hint="give --server URL or set PVISOR_SERVER")
-    return config.server
+    return config.origin
 
 
 def _local_snapshot(store: ChunkStore, text: str) -> Snapshot:
@@ -198,47 +267,23 @@ def _convert_here(
 def _convert_at_server(
     server: str, source: SourceName, *, name: ImageName | None, platform: str | None, progress: Progress
 ) -> Acquired:
-    follower = _Follower(progress)
+    """JobGoesOn after Ctrl-C."""
+    from imaged.serverjob import convert_there
+
     with command_upstream(server) as upstream:
-        job = upstream.convert(str(source), name=str(name or source.default_name), platform=platform)
-        while not job.finished:
-            time.sleep(_POLL_S)
-            job = upstream.job(job.id)
-            follower.show(job)
-    if job.image is None:
-        raise PvisorError(f"server {server}: {job.error or 'the conversion failed'}", hint=job.hint)
-    return Acquired(
-        name=str(job.image["name"]),
-        id=ChunkId.parse(str(job.image["id"])),
-        warnings=tuple(str(warning) for warning in job.image.get("warnings", ())),
-        details={"job": job.id},
-    )
+        wanted = name or source.default_name
+        done = convert_there(upstream, source, name=wanted, platform=platform, progress=progress)
+    return Acquired(name=done.name, id=done.id, warnings=done.warnings, details={"job": done.job})
 
 
-class _Follower:
-    """Tells this host's progress what a server tells of a job: a step begins once, and then only grows."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._step = ""
-        self._done_bytes = 0
-
-    def show(self, job: Job) -> None:
-        step, done_bytes = str(job.progress.get("step") or ""), int(job.progress.get("done_bytes") or 0)
-        if not step:
-            return
-        if step != self._step or done_bytes < self._done_bytes:
-            self._progress.start(step, job.progress.get("total_bytes"))
-            self._step, self._done_bytes = step, 0
-        self._progress.advance(done_bytes - self._done_bytes)
-        self._done_bytes = done_bytes
-
-
-def _local(config: Config, text: str) -> catalog.Entry:
-    """Without a server a name can only be an image that is here."""
+def _local(config: Config, text: str, trust: Trust) -> catalog.Entry:
+    """Without a server a name can only be an image that is here; where it came from is asked for a signature."""
     with ChunkStore.open(config.store) as store:
         try:
-            return catalog.find(store, text)
+            entry = catalog.find(store, text)
+            if not entry.ref.origin:
+                catalog.require_signed(store, text, entry, trust)
+            return entry
         except NotFoundError as error:
             hint = "set --server or PVISOR_SERVER, or give a source such as docker://HOST/REPO:TAG"
             raise NotFoundError(error.message, hint=hint) from error
@@ -247,21 +292,26 @@ def _local(config: Config, text: str) -> catalog.Entry:
 def _pull_from_server(config: Config, server: str, text: str, *, lazy: bool, progress: Progress) -> Acquired:
     from imaged.pull import pull_image as pull
 
-    with ChunkStore.open(config.store) as store, _fetching(store, server) as (fetcher, upstream, tally):
-        pulled = pull(fetcher, upstream, text, lazy=lazy, progress=progress, tally=tally)
+    with ChunkStore.open(config.store) as store, _fetching(store, server) as (fetcher, tally):
+        trust = Trust.read(config.require_signature)
+
+        def attempt(upstream: HttpUpstream) -> Pulled:
+            last = fetcher.upstreams[-1].url
+            return pull(fetcher, upstream, text, lazy=lazy, progress=progress, tally=tally, trust=trust, last=last)
+
+        pulled = first(tiers(fetcher.upstreams, COMMAND_RETRY), attempt)
         fetcher.drain()
     return Acquired(name=pulled.name or str(pulled.id), id=pulled.id, details=_counts(tally))
 
 
 @contextmanager
-def _fetching(store: ChunkStore, server: str) -> Iterator[tuple[Fetcher, HttpUpstream, Tally]]:
-    """What a pull takes, with a command's patience."""
+def _fetching(store: ChunkStore, server: str) -> Iterator[tuple[Fetcher, Tally]]:
+    """What a pull from this server, or from several, takes, with a command's patience."""
     from imaged.fetch import Fetcher, Tally
 
-    upstream = command_upstream(server)
-    fetcher = Fetcher(store, [upstream], retry=COMMAND_RETRY)
+    fetcher = Fetcher(store, [command_upstream(url) for url in server_urls(server)], retry=COMMAND_RETRY)
     try:
-        yield fetcher, upstream, Tally()
+        yield fetcher, Tally()
     finally:
         fetcher.close()
 

@@ -12,10 +12,12 @@ from imaged.errors import StoreError
 from imaged.faults import store_faults
 from imaged.frame import Frame
 from imaged.ids import ChunkId
-from imaged.index import Index, Location, PackRow
-from imaged.pack import PACK_LIMIT_BYTES, PackWriter, pack_numbers, pack_path
+from imaged.index import FOREIGN_PACKS, Index, Location, PackRow
+from imaged.pack import PACK_HEADER_BYTES, PACK_LIMIT_BYTES, PackWriter, pack_numbers, pack_path
 
 Entry = tuple[ChunkId, Location]
+MIRROR_PACK_BYTES = 64 << 20
+"""A pack this long is sealed in the mirror of a bucket: it is uploaded while the next one fills."""
 log = logging.getLogger(__name__)
 
 
@@ -28,11 +30,15 @@ class Appender:
     def __init__(self, root: Path, index: Index, *, exclude: Collection[int] = ()) -> None:
         """`exclude` are packs that must not be appended to."""
         self.pending: dict[ChunkId, Location] = {}
+        self.numbers: set[int] = set()
+        """The packs that were appended to."""
+        self._limit_bytes = MIRROR_PACK_BYTES if index.is_mirror else PACK_LIMIT_BYTES
         self._root, self._index, self._exclude = root, index, frozenset(exclude)
         self._append_lock, self._commit_lock = threading.Lock(), threading.Lock()
         self._active: PackWriter | None = None
         self._full: list[PackWriter] = []
         self._entries: list[Entry] = []
+        self._anew: set[Location] = set()
         self._uncommitted_bytes = 0
         self._broken: StoreError | None = None
 
@@ -40,21 +46,24 @@ class Appender:
     def uncommitted_bytes(self) -> int:
         return self._uncommitted_bytes
 
-    def append(self, frame: Frame) -> Location:
-        """StoreFullError and others; then the pack is as it was before."""
+    def append(self, frame: Frame, *, anew: bool = False) -> Location:
+        """StoreFullError and others; then the pack is as it was before. `anew` takes the place that the chunk has."""
         header = frame.header
         with self._append_lock, store_faults("append to a pack", self._root):
             if self._broken is not None:
                 raise StoreError(self._broken.message, hint=self._broken.hint)
-            if self._active is not None and self._active.length >= PACK_LIMIT_BYTES:
+            if self._active is not None and self._active.length >= self._limit_bytes:
                 self._full.append(self._active)
                 self._active = None
             if self._active is None:
                 self._active = acquire(self._root, self._index, exclude=self._exclude)
+                self.numbers.add(self._active.number)
             offset = self._active.append(frame)
             location = Location(self._active.number, offset, header.size_bytes, header.payload_bytes, header.codec)
             self.pending[header.id] = location
             self._entries.append((header.id, location))
+            if anew:
+                self._anew.add(location)
             self._uncommitted_bytes += location.stored_bytes
         return location
 
@@ -67,13 +76,15 @@ class Appender:
                 entries, full, active = list(self._entries), list(self._full), self._active
                 lengths = {pack.number: (pack.length, True) for pack in full}
                 if active is not None:
-                    lengths[active.number] = (active.length, active.length >= PACK_LIMIT_BYTES)
+                    lengths[active.number] = (active.length, active.length >= self._limit_bytes)
             if not entries and not full:
                 return
             self._sync([*full, active] if active is not None else full)
-            self._index.commit(entries, lengths, move=move)
+            anew = self._anew.intersection(location for _, location in entries) if self._anew else set()
+            self._index.commit(entries, lengths, move=move, anew=anew)
             with self._append_lock:
                 del self._entries[: len(entries)]
+                self._anew.difference_update(anew)
                 del self._full[: len(full)]
                 for chunk, location in entries:
                     self._uncommitted_bytes -= location.stored_bytes
@@ -81,6 +92,13 @@ class Appender:
                         del self.pending[chunk]
             for pack in full:
                 pack.close()
+
+    def seal(self) -> None:
+        """The next `commit` ends the pack at work: what is appended after this goes into another."""
+        with self._append_lock:
+            if self._active is not None and self._active.length > PACK_HEADER_BYTES:
+                self._full.append(self._active)
+                self._active = None
 
     def _sync(self, packs: list[PackWriter]) -> None:
         try:
@@ -129,13 +147,19 @@ def acquire(root: Path, index: Index, *, exclude: Collection[int] = ()) -> PackW
             continue
         pack.cut(now.committed_bytes)
         return pack
-    number = max([*rows, *pack_numbers(root), 0]) + 1
-    while (created := PackWriter.create(root, number)) is None:
-        number += 1
-    try:
-        index.put_pack(number, PackRow())
-    except BaseException:
+    while True:
+        used = (number for number in [*index.packs(), *pack_numbers(root)] if number < FOREIGN_PACKS)
+        number = max([*used, index.last_pack()]) + 1
+        while (created := PackWriter.create(root, number)) is None:
+            number += 1
+        try:
+            noted = index.put_pack(number, PackRow())
+        except BaseException:
+            pack_path(root, number).unlink(missing_ok=True)
+            created.close()
+            raise
+        if noted:
+            return created
+        # A collection removed a pack of this number just now, and readers may have that one open.
         pack_path(root, number).unlink(missing_ok=True)
         created.close()
-        raise
-    return created

@@ -20,7 +20,7 @@ import struct
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -47,7 +47,8 @@ ROOT_MAGIC, LEAF_MAGIC = b"pvR1", b"pvL1"
 _ROOT = struct.Struct("<4sIQII")
 _LEAF = struct.Struct("<4sHH")
 _ID = ChunkId.SIZE_BYTES
-_HOLE = 0xFFFF
+HOLE = 0xFFFF
+"""Index of an entry without a chunk."""
 
 LEAF_COUNT_LIMIT = (CHUNK_LIMIT_BYTES - _ROOT.size) // _ID
 """The root is one chunk, so this many leaves fit: 512 GiB less 16 MiB, with the largest."""
@@ -173,7 +174,7 @@ class Leaf:
     def extent(self, entry: int) -> Extent:
         """One entry as an extent."""
         count, index = self.end(entry) - self.starts[entry], self.indexes[entry]
-        return Extent(count, None) if index == _HOLE else Extent(count, self.chunk(index), self.first_blocks[entry])
+        return Extent(count, None) if index == HOLE else Extent(count, self.chunk(index), self.first_blocks[entry])
 
     def extents(self) -> list[Extent]:
         """All entries; `pack_leaf` of them gives `raw` again."""
@@ -183,18 +184,31 @@ class Leaf:
 def pack_leaf(extents: Sequence[Extent]) -> bytes | None:
     """The leaf of these extents, which are merged already (`mergeable`); None when there is no data in them."""
     table: dict[ChunkId, int] = {}
-    indexes = array("H")
-    for extent in extents:
-        indexes.append(_HOLE if extent.chunk is None else table.setdefault(extent.chunk, len(table)))
+    indexes = [HOLE if extent.chunk is None else table.setdefault(extent.chunk, len(table)) for extent in extents]
+    counts = [extent.block_count for extent in extents]
+    return _pack(list(table), counts, indexes, [extent.first_block for extent in extents])
+
+
+def pack_entries(
+    chunks: Sequence[ChunkId], counts: Sequence[int], indexes: Iterable[int], first_blocks: Iterable[int]
+) -> bytes | None:
+    """As `pack_leaf`, of merged entries as they are in a leaf; the table may be in any order and have too many."""
+    order: dict[int, int] = {}
+    ordered = [HOLE if index == HOLE else order.setdefault(index, len(order)) for index in indexes]
+    return _pack([chunks[index] for index in order], counts, ordered, first_blocks)
+
+
+def _pack(
+    table: Sequence[ChunkId], counts: Sequence[int], indexes: Sequence[int], first_blocks: Iterable[int]
+) -> bytes | None:
     if not table:
         return None
-    counts = array("H", [extent.block_count for extent in extents])
+    columns = array("H", counts), array("H", indexes)
     if sys.byteorder == "big":
-        counts.byteswap()
-        indexes.byteswap()
-    header = _LEAF.pack(LEAF_MAGIC, len(table), len(extents))
-    first_blocks = bytes([extent.first_block for extent in extents])
-    return b"".join((header, *table, counts.tobytes(), indexes.tobytes(), first_blocks))
+        for column in columns:
+            column.byteswap()
+    header = _LEAF.pack(LEAF_MAGIC, len(table), len(counts))
+    return b"".join((header, *table, *(column.tobytes() for column in columns), bytes(first_blocks)))
 
 
 def mergeable(left: Extent, right: Extent) -> bool:
@@ -222,8 +236,8 @@ def _check_entries(
         if count == 0 or position + count > LEAF_LIMIT_BLOCKS:
             found = f"{count} at block {position}"
             raise FormatError("leaf entry", expected=f"1 to {LEAF_LIMIT_BLOCKS - position} blocks", found=found)
-        if index == _HOLE:
-            if first != 0 or last_index == _HOLE:
+        if index == HOLE:
+            if first != 0 or last_index == HOLE:
                 raise FormatError("leaf entry", expected="merged holes", found=f"a hole at block {position}")
         else:
             if index > used or index >= table_count:

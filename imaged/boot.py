@@ -14,7 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 from imaged.blockimage import open_blob
-from imaged.errors import ChunkCorruptError, InvalidNameError, PvisorError, UpstreamError
+from imaged.errors import ChunkCorruptError, InvalidNameError, PvisorError, SignatureError, UpstreamError
 from imaged.fetch import Fetcher, Tally
 from imaged.frame import Codec, Frame
 from imaged.ids import ChunkId
@@ -23,6 +23,7 @@ from imaged.profile import AHEAD_BYTES, Profile
 from imaged.reach import belonging
 from imaged.record import ImageRecord
 from imaged.remote import RemoteImage
+from imaged.signature import Trust
 from imaged.upstream import BootStream, HttpUpstream
 
 log = logging.getLogger(__name__)
@@ -57,31 +58,50 @@ class Ahead:
 
 
 class Booted(NamedTuple):
-    """The image as the server has it, and the profile of it that came with it."""
+    """The image as the server has it, the profile of it that came with it, and the server that has all of it."""
 
     image: RemoteImage
     profile: Profile | None
+    origin: str
 
 
-def boot(fetcher: Fetcher, upstream: HttpUpstream, name: str, tally: Tally, ahead: Ahead | None) -> Booted:
+def boot(
+    fetcher: Fetcher,
+    upstream: HttpUpstream,
+    name: str,
+    tally: Tally,
+    ahead: Ahead | None,
+    trust: Trust,
+    *,
+    last: str = "",
+) -> Booted:
     """The image as the server has it; its small chunks are then in the fetcher, and what its profile names is planned.
 
-    NotFoundError, UpstreamError; ChunkCorruptError, FormatError for a bad record.
+    `last` is the server that is believed to have all of an image which this one has in part.
+    NotFoundError, UpstreamError; SignatureError before anything of the image is taken; ChunkCorruptError, FormatError
+    for a bad record.
     """
     known = _known(fetcher, name)
+    here = known.name if known is not None else ""
+    if known is not None and not trust.accepts(known.name, known.id, known.signatures):
+        known = None  # it may have been signed since
     together = ahead is not None and ahead.together
     tally.count(requests=1)
     with contextlib.ExitStack() as answer:
-        known_id = known.id if known is not None else None
-        stream = answer.enter_context(upstream.boot(name, known=known_id, ahead=together))
+        stream = answer.enter_context(upstream.boot(name, known=known, ahead=together))
         if stream is None:
             assert known is not None  # `HttpUpstream.boot` says so
-            _remember(fetcher, known, upstream.url)
+            origin = last or upstream.url
+            _remember(fetcher, known, origin)
             if ahead is not None:
                 follow(fetcher, known.id, known.record.data, tally, ahead)
-            return Booted(known, None)
+            return Booted(known, None, origin)
         image = _named(stream.found, name, upstream.url)
-        _remember(fetcher, image, upstream.url)
+        if trust:
+            _require_whole_name(image, name, here, upstream.url)
+            trust.check(image.name, image.id, image.signatures)
+        origin = last if last and not image.complete else upstream.url
+        _remember(fetcher, image, origin)
         fetcher.admit(stream.record_frame, tally)
         unbroken = admit_all(fetcher, stream.first, f"image {name}", tally)
         data = image.record.data
@@ -92,7 +112,7 @@ def boot(fetcher: Fetcher, upstream: HttpUpstream, name: str, tally: Tally, ahea
                 ahead.plan(fetcher, lambda: _receive(fetcher, data, profile, tally, stream, kept))
             else:
                 ahead.plan(fetcher, lambda: _bring(fetcher, data, profile, tally))
-        return Booted(image, stream.profile)
+        return Booted(image, stream.profile, origin)
 
 
 def follow(fetcher: Fetcher, image: ChunkId, data: ChunkId, tally: Tally, ahead: Ahead) -> None:
@@ -208,6 +228,7 @@ def _known(fetcher: Fetcher, name: str) -> RemoteImage | None:
         chunks=ref.chunks,
         stored_bytes=ref.stored_bytes,
         created_at=ref.created_at,
+        signatures=ref.signatures,
     )
 
 
@@ -230,6 +251,18 @@ def _named(image: RemoteImage, asked: str, url: str) -> RemoteImage:
             hint="ask for the full name, or check who runs the server",
         )
     return replace(image, name=full)
+
+
+def _require_whole_name(image: RemoteImage, asked: str, here: str, url: str) -> None:
+    """SignatureError when only the end of the name was given: a server would choose among the signed images with that
+    end. Not so when the name is the one that this host knows by it (`here`), nor of an image asked for by its id."""
+    by_id = len(asked) >= _SHORT_ID and str(image.id).startswith(asked)
+    if not by_id and image.name not in (here, str(ImageName.parse(asked))):
+        raise SignatureError(
+            f"chunk server {url}: asked for image {asked}, it answers with {image.name}, and a signature is of a whole "
+            "name",
+            hint=f"ask for {image.name}, if that is what you mean",
+        )
 
 
 def admit_all(fetcher: Fetcher, frames: Iterator[Frame], what: str, tally: Tally) -> bool:

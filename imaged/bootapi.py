@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
@@ -11,6 +12,7 @@ from imaged.bootview import BootView
 from imaged.chunkapi import ChunkApi
 from imaged.errors import FormatError, PvisorError
 from imaged.ids import ChunkId
+from imaged.signature import Signature, entity_tag
 
 
 class DamagedError(PvisorError):
@@ -30,8 +32,9 @@ def known(request: web.Request) -> str:
     return request.headers.get("If-None-Match", "")
 
 
-def is_known(record: ChunkId, known: str) -> bool:
-    return _tag(record) in known
+def is_known(record: ChunkId, known: str, signatures: Sequence[Signature] = ()) -> bool:
+    """Whether the client has this image or snapshot, with these signatures."""
+    return entity_tag(record, signatures) in known
 
 
 async def answer(
@@ -42,14 +45,15 @@ async def answer(
     *,
     header: str,
     profile: str | None,
+    signatures: Sequence[Signature] = (),
 ) -> web.StreamResponse:
     """The document, or with a view its frames, and the document without its record in a header.
 
     `profile` is the request's: "frame" puts the profile before the frames, "chunks" also what it names after them.
     """
     record = ChunkId.parse(document["id"])
-    headers = {"Cache-Control": "no-cache", "ETag": _tag(record)}
-    if is_known(record, known(request)):
+    headers = {"Cache-Control": "no-cache", "ETag": entity_tag(record, signatures)}
+    if is_known(record, known(request), signatures):
         return web.Response(status=304, headers=headers)
     if view is None:
         return web.json_response(document, headers=headers)
@@ -62,7 +66,3 @@ async def answer(
     headers[header] = json.dumps(shown)
     sent = [*view.chunks, *view.ahead] if profile == "chunks" else view.chunks
     return await chunks.send_frames(request, sent, headers, lead=lead)
-
-
-def _tag(record: ChunkId) -> str:
-    return f'"{record}"'

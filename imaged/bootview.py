@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 FIRST_LEAF_BYTES = 64 << 10
 """Leaves from the start of the disk for an image without a profile. A leaf is some 8 KiB and saves a round trip if the
 process reads in its range: of a shell in Debian 256 KiB fetch a tenth more bytes, 32 KiB make more requests."""
+_LEAF_BYTES = 8 << 10
+"""What one takes as a rule: of those that are not here it is not known."""
 _LISTS = 256
 
 
@@ -39,63 +41,65 @@ class BootView:
 class BootViews:
     """The boot views of a store's images, the last used ones kept. Threads may share it."""
 
-    def __init__(self, store: ChunkStore) -> None:
-        self._store = store
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._made: dict[ChunkId, tuple[bytes | None, BootView]] = {}
+        self._made: dict[tuple[str | None, ChunkId], tuple[bytes | None, BootView]] = {}
 
-    def get(self, entry: catalog.Entry) -> BootView:
-        """ChunkError, FormatError when the image is damaged here."""
-        raw = self._store.profiles.raw(entry.record.data)
+    def get(self, store: ChunkStore, entry: catalog.Entry) -> BootView:
+        """As whoever sees the store so has it. ChunkError, FormatError when the image is damaged here."""
+        raw = store.profiles.raw(entry.record.data)
+        key = store.namespace, entry.ref.record
         with self._lock:
-            held = self._made.get(entry.ref.record)
+            held = self._made.get(key)
         if held is not None and held[0] == raw:
             return held[1]
-        view = self._make(entry, raw)
+        view = _make(store, entry, raw)
         with self._lock:
-            self._made[entry.ref.record] = (raw, view)
+            self._made[key] = (raw, view)
             if len(self._made) > _LISTS:
                 del self._made[next(iter(self._made))]
         return view
 
-    def _make(self, entry: catalog.Entry, raw: bytes | None) -> BootView:
-        store = self._store
-        metadata = open_blob(store, entry.record.metadata)
-        data = BlockImage.open(store, entry.record.data)
-        first = [entry.ref.record, metadata.id, *metadata.leaf_ids(), *metadata.chunk_ids(), data.id]
-        try:
-            if raw is not None:
-                found = belonging(store, data.id, Profile.parse(raw).chunks)
-                chunks = list(dict.fromkeys([*first, *found.leaves]))
-                return BootView(Frame.of(raw), chunks, self._ahead(found.chunks, frozenset(chunks)))
-        except (ChunkError, FormatError) as error:
-            log.warning("image %s: the profile is left out: %s", entry.name, error.message)
-        return BootView(None, list(dict.fromkeys([*first, *self._first_leaves(data)])), [])
 
-    def _first_leaves(self, data: BlockImage) -> list[ChunkId]:
-        leaves: list[ChunkId] = []
-        room = FIRST_LEAF_BYTES
-        for leaf in data.leaf_ids():
-            size = self._store.sizes(leaf)
-            room -= size[1] if size is not None else 0
-            if room < 0:
-                break
-            leaves.append(leaf)
-        return leaves
+def _make(store: ChunkStore, entry: catalog.Entry, raw: bytes | None) -> BootView:
+    metadata = open_blob(store, entry.record.metadata)
+    data = BlockImage.open(store, entry.record.data)
+    first = [entry.ref.record, metadata.id, *metadata.leaf_ids(), *metadata.chunk_ids(), data.id]
+    try:
+        if raw is not None:
+            found = belonging(store, data.id, Profile.parse(raw).chunks)
+            chunks = list(dict.fromkeys([*first, *found.leaves]))
+            return BootView(Frame.of(raw), chunks, _ahead(store, found.chunks, frozenset(chunks)))
+    except (ChunkError, FormatError) as error:
+        log.warning("image %s: the profile is left out: %s", entry.name, error.message)
+    return BootView(None, list(dict.fromkeys([*first, *_first_leaves(store, data)])), [])
 
-    def _ahead(self, chunks: list[ChunkId], sent: frozenset[ChunkId]) -> list[ChunkId]:
-        """Those that are here and not among `sent`, to a number of bytes."""
-        ahead: list[ChunkId] = []
-        room = AHEAD_BYTES
-        for chunk in chunks:
-            size = self._store.sizes(chunk)
-            if size is None or chunk in sent:
-                continue
-            room -= size[1]
-            if room < 0:
-                break
-            ahead.append(chunk)
-        return ahead
+
+def _first_leaves(store: ChunkStore, data: BlockImage) -> list[ChunkId]:
+    leaves: list[ChunkId] = []
+    room = FIRST_LEAF_BYTES
+    for leaf in data.leaf_ids():
+        size = store.sizes(leaf)
+        room -= size[1] if size is not None else _LEAF_BYTES
+        if room < 0:
+            break
+        leaves.append(leaf)
+    return leaves
+
+
+def _ahead(store: ChunkStore, chunks: list[ChunkId], sent: frozenset[ChunkId]) -> list[ChunkId]:
+    """Those that are here and not among `sent`, to a number of bytes."""
+    ahead: list[ChunkId] = []
+    room = AHEAD_BYTES
+    for chunk in chunks:
+        size = store.sizes(chunk)
+        if size is None or chunk in sent:
+            continue
+        room -= size[1]
+        if room < 0:
+            break
+        ahead.append(chunk)
+    return ahead
 
 
 def snapshot_view(store: ChunkStore, snapshot: Snapshot) -> BootView:

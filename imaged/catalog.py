@@ -10,6 +10,7 @@ from imaged.ids import ChunkId
 from imaged.names import ImageName
 from imaged.record import ImageRecord
 from imaged.refs import Ref
+from imaged.signature import Trust
 from imaged.store import ChunkStore
 
 _BEGINS_ID = re.compile(r"[0-9a-f]{8,64}")
@@ -59,3 +60,19 @@ def resolve(store: ChunkStore, text: str) -> tuple[str, Ref]:
 def find(store: ChunkStore, text: str) -> Entry:
     """What `resolve` says, with its record. ChunkError, FormatError when the record is damaged."""
     return load(store, *resolve(store, text))
+
+
+def require_signed(store: ChunkStore, text: str, entry: Entry, trust: Trust) -> None:
+    """SignatureError unless the image that `text` means is signed under its name; of an image that was asked for by its
+    id, unless it is under any of its names."""
+    if trust and not _names(text, entry.name):
+        image = entry.ref.record
+        named = ((name, ref) for name, ref in store.refs.items() if ref.record == image)
+        if any(trust.accepts(name, image, ref.signatures) for name, ref in named):
+            return
+    trust.check(entry.name, entry.ref.record, entry.ref.signatures)
+
+
+def _names(text: str, name: str) -> bool:
+    """Whether text is this name or the end of it, and not an id."""
+    return not ChunkId.is_id(text) and f"/{name}".endswith(f"/{ImageName.parse(text)}")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from aiohttp import web
 
+from imaged.access import ACCESS, view
+from imaged.blocking import Blocking
 from imaged.errors import (
     ChunkCorruptError,
     ChunkError,
@@ -19,45 +21,45 @@ from imaged.errors import (
     NotFoundError,
     PvisorError,
     StoreError,
+    UpstreamError,
 )
-from imaged.frame import HEADER_BYTES, Codec, Frame, FrameHeader
+from imaged.frame import FRAME_TYPE, HEADER_BYTES, Codec, Frame, FrameHeader
+from imaged.framestream import READ_GROUP, FrameStream, packed
 from imaged.ids import ChunkId
 from imaged.store import ChunkStore
 from imaged.upstream import BATCH_LIMIT
 
 log = logging.getLogger(__name__)
-FRAME_TYPE = "application/vnd.pvisor.frame"
-IMMUTABLE = "public, max-age=31536000, immutable"
-_GROUP = 16
-"""Frames read in one go: at 64 KiB, a megabyte waits for a client that reads slowly, and one more is read ahead."""
-_READERS = 4
-P = ParamSpec("P")
-T = TypeVar("T")
+_GROUP_BYTES = 2 << 20
+"""Of frames that came in and are not stored yet, in one request."""
+_UPLOAD_LIMIT_BYTES = 1 << 30
+"""Of one request: clients send 8 MiB."""
+
+
+class Relying(Protocol):
+    """How a thread works for a client that names this lease, or none (`imaged.leaseapi`)."""
+
+    def relying(self, store: ChunkStore, lease: str | None, /) -> AbstractContextManager[None]:
+        """To say what is here, or to store what is not."""
+        ...
+
+    def naming(self, store: ChunkStore, lease: str | None, /) -> AbstractContextManager[None]:
+        """To look whether all of something is here, and name it. StoreError."""
+        ...
 
 
 class BadUploadError(PvisorError):
     """A frame from a client whose bytes do not match its id."""
 
 
-class Blocking:
-    """A bounded pool for what blocks: disk reads, verification. For one event loop."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="store")
-
-    async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*args, **kwargs))
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True)
-
-
 class ChunkApi:
     """The handlers under /v1/chunks of one store."""
 
-    def __init__(self, store: ChunkStore, blocking: Blocking) -> None:
+    def __init__(self, store: ChunkStore, blocking: Blocking, leases: Relying) -> None:
         self._store = store
         self._blocking = blocking
+        self._stream = FrameStream(store, blocking)
+        self.relying, self.naming = leases.relying, leases.naming
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -71,14 +73,15 @@ class ChunkApi:
         """GET chunks/ID: one frame, which never changes, so any cache may keep it for ever."""
         chunk = ChunkId.parse(request.match_info["id"])
         tag = f'"{chunk}"'
-        headers = {"Cache-Control": IMMUTABLE, "ETag": tag}
+        store = view(request, self._store)
+        headers = {"Cache-Control": request.app[ACCESS].immutable, "ETag": tag}
         known = request.headers.get("If-None-Match")
-        if known is not None and (known == "*" or tag in known) and self._store.has(chunk):
+        if known is not None and (known == "*" or tag in known) and store.has(chunk):
             return web.Response(status=304, headers=headers)
         await self._look_again(request, [chunk])
-        body = self._cached([chunk])
+        body = _cached(store, [chunk])
         if body is None:
-            frame = await self._blocking.run(self._store.frame, chunk)
+            frame = await self._blocking.run(store.frame, chunk)
             if frame is None:
                 raise NotFoundError(f"chunk {chunk}: not in the store")
             body = frame.pack()
@@ -93,37 +96,33 @@ class ChunkApi:
     async def _look_again(self, request: web.Request, chunks: Sequence[ChunkId]) -> None:
         """A client that got a corrupt frame says no-cache: then ours are verified, and dropped when they are wrong."""
         if "no-cache" in request.headers.get("Cache-Control", ""):
-            await self._blocking.run(self._verify, chunks)
-
-    def _verify(self, chunks: Sequence[ChunkId]) -> None:
-        for chunk in chunks:
-            try:
-                self._store.get(chunk)
-            except ChunkCorruptError as error:
-                log.error("%s", error.message)
-            except ChunkMissingError:
-                continue
+            await self._blocking.run(_verify, view(request, self._store), chunks)
 
     async def missing(self, request: web.Request) -> web.Response:
         """POST chunks/missing: which of these ids are not here."""
-        absent = await self._blocking.run(self._store.missing, await read_ids(request))
+        store, ids, lease = view(request, self._store), await read_ids(request), request.headers.get("Pvisor-Lease")
+
+        def missing() -> list[ChunkId]:
+            with self.relying(store, lease):
+                return store.missing(ids)
+
+        absent = await self._blocking.run(missing)
         return web.json_response({"missing": [str(chunk) for chunk in absent]})
 
     async def upload(self, request: web.Request) -> web.Response:
         """PUT chunks: a stream of frames. Each is verified before it is kept; the first wrong one ends the request."""
         count = 0
-        async for group in _incoming(request):
-            await self._blocking.run(self._put, group)
-            count += len(group)
-        await self._blocking.run(self._store.flush)
-        return web.json_response({"stored": count})
+        store, lease = view(request, self._store), request.headers.get("Pvisor-Lease")
 
-    def _put(self, frames: list[Frame]) -> None:
-        for frame in frames:
-            try:
-                self._store.put_frame(frame)
-            except ChunkCorruptError as error:
-                raise BadUploadError(error.message, hint="send the frame again") from error
+        def put(frames: list[Frame]) -> None:
+            with self.relying(store, lease):
+                _put(store, frames)
+
+        async for group in _incoming(request):
+            await self._blocking.run(put, group)
+            count += len(group)
+        await self._blocking.run(store.flush)
+        return web.json_response({"stored": count})
 
     async def send_frames(
         self, request: web.Request, chunks: Sequence[ChunkId], headers: dict[str, str], *, lead: bytes = b""
@@ -132,23 +131,27 @@ class ChunkApi:
 
         `lead` goes before them: a frame that is not in the store.
         """
-        if len(chunks) <= _GROUP:
-            body = self._cached(chunks)
+        store = view(request, self._store)
+        if len(chunks) <= READ_GROUP:
+            body = _cached(store, chunks)
             if body is None:
-                body = await self._blocking.run(self._group, chunks)
+                body = await self._blocking.run(packed, store, chunks)
             return web.Response(body=lead + body, headers=headers, content_type=FRAME_TYPE)
         response = web.StreamResponse(headers=headers)
         response.content_type = FRAME_TYPE
-        promised = await self._blocking.run(self._store.frames_bytes, chunks)
-        response.content_length = len(lead) + promised
+        promised = await self._blocking.run(store.prepare, chunks)
+        if promised is None:
+            response.enable_chunked_encoding()
+        else:
+            response.content_length = len(lead) + promised
         await response.prepare(request)
         if lead:
             await response.write(lead)
         try:
-            sent = await self._send_groups(response, chunks)
-            if sent != promised:
+            sent = await self._stream.send(request, response, store, chunks)
+            if promised is not None and sent != promised:
                 raise StoreError(f"{promised - sent} bytes less than the index said: a frame was found damaged")
-        except (ChunkError, StoreError) as error:
+        except (ChunkError, StoreError, UpstreamError) as error:
             # The status is out: cutting the connection is how a client learns of it, and it asks again.
             log.error("%s %s: cut off: %s", request.method, request.path, error.message)
             if request.transport is not None:
@@ -157,39 +160,35 @@ class ChunkApi:
         await response.write_eof()
         return response
 
-    async def _send_groups(self, response: web.StreamResponse, chunks: Sequence[ChunkId]) -> int:
-        """The number of bytes sent."""
-        sent = 0
-        groups = [chunks[start : start + _GROUP] for start in range(0, len(chunks), _GROUP)]
-        following = asyncio.ensure_future(self._blocking.run(self._group, groups[0]))
+
+def _cached(store: ChunkStore, chunks: Sequence[ChunkId]) -> bytes | None:
+    """Frames that the page cache has, read on the event loop: the trip to a thread and back costs more than the rest of
+    the answer (0.15 to 0.4 ms a request, measured). None when one would have to come from the disk."""
+    parts = []
+    for chunk in chunks:
+        part = store.packed_cached(chunk)
+        if part is None:
+            return None
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _verify(store: ChunkStore, chunks: Sequence[ChunkId]) -> None:
+    for chunk in chunks:
         try:
-            for group in [*groups[1:], None]:
-                body = await following
-                if group is not None:
-                    following = asyncio.ensure_future(self._blocking.run(self._group, group))
-                await response.write(body)
-                sent += len(body)
-        finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
-        return sent
+            store.get(chunk)
+        except ChunkCorruptError as error:
+            log.error("%s", error.message)
+        except ChunkMissingError:
+            continue
 
-    def _cached(self, chunks: Sequence[ChunkId]) -> bytes | None:
-        """Frames that the page cache has, read on the event loop: the trip to a thread and back costs more than the
-        rest of the answer (0.15 to 0.4 ms a request, measured). None when one would have to come from the disk."""
-        parts = []
-        for chunk in chunks:
-            part = self._store.packed_cached(chunk)
-            if part is None:
-                return None
-            parts.append(part)
-        return b"".join(parts)
 
-    def _group(self, chunks: Sequence[ChunkId]) -> bytes:
-        parts: list[bytes] = []
-        for frame in self._store.frames(chunks):
-            parts += (frame.header.pack(), frame.payload)
-        return b"".join(parts)
+def _put(store: ChunkStore, frames: list[Frame]) -> None:
+    for frame in frames:
+        try:
+            store.put_frame(frame)
+        except ChunkCorruptError as error:
+            raise BadUploadError(error.message, hint="send the frame again") from error
 
 
 async def read_json(request: web.Request) -> dict[str, Any]:
@@ -201,11 +200,6 @@ async def read_json(request: web.Request) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise FormatError("request body", expected="a JSON object", found=type(document).__name__)
     return document
-
-
-async def read_id(request: web.Request) -> ChunkId:
-    """The id in `{"id": hex}`. FormatError."""
-    return parse_id(await read_json(request), "id")
 
 
 def parse_id(document: Mapping[str, Any], field: str) -> ChunkId:
@@ -235,8 +229,10 @@ async def read_ids(request: web.Request) -> list[ChunkId]:
 
 
 async def _incoming(request: web.Request) -> AsyncIterator[list[Frame]]:
-    """The frames of a request's body, some at a time, not verified. FormatError at the first that is none."""
+    """The frames of a request's body, some at a time, not verified. FormatError at the first that is none;
+    HTTPRequestEntityTooLarge."""
     group: list[Frame] = []
+    group_bytes = total_bytes = 0
     while True:
         try:
             header = FrameHeader.parse(await request.content.readexactly(HEADER_BYTES))
@@ -248,8 +244,12 @@ async def _incoming(request: web.Request) -> AsyncIterator[list[Frame]]:
         if header.codec is Codec.MISSING:
             raise FormatError(f"frame of {header.id}", expected="a chunk", found="a missing frame")
         group.append(Frame(header, payload))
-        if len(group) == _GROUP:
+        group_bytes += HEADER_BYTES + len(payload)
+        if len(group) == READ_GROUP or group_bytes >= _GROUP_BYTES:
             yield group
-            group = []
+            total_bytes += group_bytes
+            group, group_bytes = [], 0
+            if total_bytes >= _UPLOAD_LIMIT_BYTES:
+                raise web.HTTPRequestEntityTooLarge(_UPLOAD_LIMIT_BYTES, total_bytes)
     if group:
         yield group

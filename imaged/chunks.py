@@ -41,3 +41,11 @@ class ChunkWriter(Protocol):
 
 class ChunkReadWriter(ChunkReader, ChunkWriter, Protocol):
     """Both: what conversion needs."""
+
+
+class ChunkBatchWriter(ChunkReadWriter, Protocol):
+    """One that takes many chunks at once as well: for who has small ones, of which most are new."""
+
+    def put_all(self, pieces: Sequence[bytes]) -> list[ChunkId]:
+        """As `put` of each."""
+        ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -15,30 +15,68 @@ from imaged.errors import InvalidNameError
 class Config:
     """`home` keeps what must survive a reboot (the chunk store, stages), `run` what must not (sockets, mounts, locks).
 
-    `server` is the base URL of the chunk server without a trailing slash, or None for the embedded store alone.
-    `store_directory` is a store elsewhere than in `home`.
+    `server` is the base URL of the chunk server without a trailing slash, several with commas between them in the order
+    in which they are asked (`servers`), or None for the embedded store alone. `store_directory` is a store elsewhere
+    than in `home`. `cache_max_bytes` is what the node daemon may keep of what servers can give again; None is no bound.
+    `require_signature` are public keys (PEM files): unless it is
+    empty, one of them must have signed an image that is pulled or opened.
     """
 
     home: Path
     run: Path
     server: str | None = None
     store_directory: Path | None = None
+    require_signature: tuple[Path, ...] = ()
+    cache_max_bytes: int | None = None
 
     @classmethod
-    def resolve(cls, *, server: str | None = None, environ: Mapping[str, str] = os.environ) -> Self:
-        """From PVISOR_HOME, PVISOR_RUN, PVISOR_SERVER and the defaults; `server` is the flag and wins."""
+    def resolve(
+        cls,
+        *,
+        server: str | None = None,
+        require_signature: Sequence[Path] = (),
+        environ: Mapping[str, str] = os.environ,
+    ) -> Self:
+        """From PVISOR_HOME, PVISOR_RUN, PVISOR_SERVER, PVISOR_CACHE_MAX, PVISOR_REQUIRE_SIGNATURE (a list as
+        PATH is one) and the defaults; `server` and `require_signature` are flags and win. InvalidNameError.
+
+        PVISOR_TOKEN is noted for these servers (imaged/credentials.py), and is nowhere in here.
+        """
         root = os.geteuid() == 0
         user_home = Path(environ.get("HOME", "/"))
         data_home = Path(environ.get("XDG_DATA_HOME") or user_home / ".local/share")
         runtime = Path(environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}")
         home = environ.get("PVISOR_HOME") or ("/var/lib/pvisor" if root else str(data_home / "pvisor"))
         run = environ.get("PVISOR_RUN") or ("/run/pvisor" if root else str(runtime / "pvisor"))
-        url = (server or environ.get("PVISOR_SERVER") or "").rstrip("/") or None
-        if url is not None and not url.startswith(("http://", "https://")):
-            raise InvalidNameError(
-                f"server {url!r} is not an http:// or https:// URL", hint="give --server http://HOST:PORT"
-            )
-        return cls(home=Path(home).absolute(), run=Path(run).absolute(), server=url)
+        urls = server_urls(server or environ.get("PVISOR_SERVER") or "")
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise InvalidNameError(
+                    f"server {url!r} is not an http:// or https:// URL", hint="give --server http://HOST:PORT"
+                )
+        if environ.get("PVISOR_TOKEN"):
+            from imaged.credentials import KNOWN
+
+            KNOWN.learn(",".join(urls), environ["PVISOR_TOKEN"])
+        keys = require_signature or environ.get("PVISOR_REQUIRE_SIGNATURE", "").split(os.pathsep)
+        required = tuple(Path(key).absolute() for key in keys if str(key))
+        return cls(
+            home=Path(home).absolute(),
+            run=Path(run).absolute(),
+            server=",".join(urls) or None,
+            require_signature=required,
+            cache_max_bytes=_cache_max(environ.get("PVISOR_CACHE_MAX") or ""),
+        )
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The chunk servers in the order in which they are asked: peers and caches first, the origin last."""
+        return server_urls(self.server or "")
+
+    @property
+    def origin(self) -> str | None:
+        """The last server: what is written goes there, and what there is altogether is what it lists."""
+        return self.servers[-1] if self.server else None
 
     @property
     def store(self) -> Path:
@@ -64,3 +102,16 @@ class Config:
     def images(self) -> Path:
         """EROFS mounts, one directory an image, named by its id."""
         return self.run / "images"
+
+
+def server_urls(text: str) -> tuple[str, ...]:
+    """The URLs in a list with commas, without trailing slashes, each once."""
+    return tuple(dict.fromkeys(url for part in text.split(",") if (url := part.strip().rstrip("/"))))
+
+
+def _cache_max(text: str) -> int | None:
+    if not text:
+        return None
+    from imaged.sizes import cache_bytes  # on the start of every command, which has none as a rule
+
+    return cache_bytes(text, "PVISOR_CACHE_MAX")

@@ -86,7 +86,7 @@ def convert(
     """
     progress = progress or NoProgress()
     warnings: list[str] = []
-    with _tuned_interpreter():
+    with _tuned_interpreter(), store.lease(f"converting {source}"):
         if source.transport == "dir":
             name = name or source.default_name
             draft = _read_directory(store, source, platform, progress, warnings, chunk_bytes)
@@ -96,7 +96,7 @@ def convert(
                 draft = _Layers(store, image, progress, warnings, chunk_bytes).read()
         progress.start("writing the file system", None)
         record, ref = _store_image(store, draft, str(source), warnings)
-    store.refs.set(str(name), ref)
+        store.refs.set(str(name), ref)
     return Converted(
         name=str(name),
         id=ref.record,
@@ -290,13 +290,12 @@ def _store_image(store: ChunkStore, draft: _Draft, source: str, warnings: list[s
     record_id = store.put(record.to_bytes())
     store.flush()
     chunks = list(reachable(store, record_id))
-    locations = store.index.find_many(chunks)
     ref = Ref(
         record=record_id,
         created_at=int(time.time()),
         source=source,
         origin="",
         chunks=len(chunks),
-        stored_bytes=sum(location.stored_bytes for location in locations if location is not None),
+        stored_bytes=store.frames_bytes(chunks),
     )
     return record, ref

@@ -62,13 +62,15 @@ def densify(store: ChunkStore, chunks: Iterable[ChunkId]) -> Densified:
                 appender.commit(move=True)
                 waiting_bytes = 0
         appender.commit(move=True)
+    if count:
+        store.flush()  # into the bucket, where there is one: only what is there counts for others
     return Densified(count, saved_bytes)
 
 
 def _shorter(store: ChunkStore, chunk: ChunkId) -> tuple[Frame, int] | None:
     """A frame that is worth having instead of the committed one, and the bytes it saves."""
     location = store.index.find(chunk)
-    if location is None:
+    if location is None or store.owned.is_held(chunk):  # a frame that changes would tell a namespace of others
         return None
     try:
         data = store.get(chunk)

@@ -8,30 +8,29 @@ parent's chunks. Leaves without a change are the parent's, whatever their number
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
 
 from imaged.blockbuilder import is_zero
-from imaged.blockformat import Leaf, Root, block_count, leaf_blocks_for, mergeable, pack_leaf
-from imaged.chunks import ChunkReader, ChunkReadWriter, ChunkWriter
+from imaged.blockformat import Leaf, Root, block_count, leaf_blocks_for
+from imaged.chunks import ChunkBatchWriter, ChunkReader
 from imaged.errors import FormatError
-from imaged.extent import Extent
 from imaged.ids import BLOCK_BYTES, ChunkId
+from imaged.leafedit import edit_leaf
 
 CELL_BLOCKS = 16
 CELL_BYTES = CELL_BLOCKS * BLOCK_BYTES
 """64 KiB: a restored idle guest that parks again stores 118 KB, with cells of 32 KiB 134, of 16 KiB 162. Its restore
 elsewhere reads 4.4 MB in 231 chunks, with 32 KiB 3.6 MB in 332."""
 
-Change = tuple[int, bytes | int]
+Change = tuple[int, bytes | memoryview | int]
 """Offset, and the bytes that are there now, or how many zero bytes are: whole blocks, but the last of the image may be
 short."""
 _Run = tuple[int, memoryview | int]
-_Edit = tuple[int, Extent]
-"""The block of the leaf that an extent begins at, and the extent."""
+_PUT_AT_ONCE = 64
+"""Chunks that are looked up together: one by one, looking up takes as long as hashing."""
 
 
 def derive(
-    store: ChunkReadWriter,
+    store: ChunkBatchWriter,
     parent: ChunkId | None,
     size_bytes: int,
     changes: Iterable[Change],
@@ -57,13 +56,88 @@ def derive(
         if root.size_bytes != size_bytes:
             what = f"parent image {parent}"
             raise FormatError(what, expected=f"{size_bytes} bytes", found=f"{root.size_bytes} bytes")
-    leaves = list(root.leaves)
-    cells = _cells(changes, size_bytes, root.leaf_bytes)
-    for index, group in groupby(cells, key=lambda cell: cell[0][0] // root.leaf_bytes):
-        edits = [edit for cell in group for edit in _store_cell(store, cell, index * root.leaf_bytes)]
-        raw = pack_leaf(_edited(_old_extents(source, root, index), edits))
-        leaves[index] = None if raw is None else store.put(raw)
-    return store.put(Root(size_bytes, tuple(leaves), root.leaf_blocks).pack())
+    deriving = _Deriving(store, source, root)
+    for cell in _cells(changes, size_bytes, root.leaf_bytes):
+        deriving.take(cell)
+    deriving.store()
+    return store.put(Root(size_bytes, tuple(deriving.leaves), root.leaf_blocks).pack())
+
+
+class _Deriving:
+    """Cells that wait until there are some to be stored together, and the leaves they are in."""
+
+    def __init__(self, store: ChunkBatchWriter, source: ChunkReader, root: Root) -> None:
+        self._store, self._source, self._root = store, source, root
+        self.leaves = list(root.leaves)
+        self._index = -1
+        self._data: list[bytes] = []
+        self._edits: dict[int, list[tuple[int, int, int | None, int]]] = {}
+        """By leaf: first block, how many, place in `_data` or None for zeros, and the block of that."""
+
+    def take(self, cell: Sequence[_Run]) -> None:
+        """The changes of a cell, which ascend: blocks that are not zero become one chunk."""
+        index = cell[0][0] // self._root.leaf_bytes
+        if index != self._index:
+            if len(self._data) >= _PUT_AT_ONCE:
+                self.store()
+            self._index = index
+        edits = self._edits.setdefault(index, [])
+        number, place = len(self._data), 0
+        kept: list[memoryview] = []
+        for offset, data in cell:
+            first = (offset - index * self._root.leaf_bytes) // BLOCK_BYTES
+            if isinstance(data, int):
+                edits.append((first, block_count(data), None, 0))
+                continue
+            for start, end, zero in _runs(data):
+                count = block_count(end - start)
+                at = first + start // BLOCK_BYTES
+                if zero:
+                    edits.append((at, count, None, 0))
+                    continue
+                edits.append((at, count, number, place))
+                kept.append(data[start:end])
+                place += count
+        if kept:
+            self._data.append(b"".join(kept))
+
+    def store(self) -> None:
+        """Put what was taken, and the leaves."""
+        chunks = self._store.put_all(self._data)
+        edited = {
+            index: edit_leaf(
+                self._old(index),
+                self._root.blocks_of(index),
+                [(first, count, None if at is None else chunks[at], block) for first, count, at, block in edits],
+            )
+            for index, edits in self._edits.items()
+        }
+        self._data, self._edits = [], {}
+        stored = iter(self._store.put_all([raw for raw in edited.values() if raw is not None]))
+        for index, raw in edited.items():
+            self.leaves[index] = None if raw is None else next(stored)
+
+    def _old(self, index: int) -> Leaf | None:
+        """A leaf of the parent; FormatError when it is not as long as its range."""
+        leaf_id = self._root.leaves[index]
+        if leaf_id is None:
+            return None
+        leaf, blocks = Leaf.parse(self._source.get(leaf_id)), self._root.blocks_of(index)
+        if leaf.block_count != blocks:
+            raise FormatError(f"leaf {leaf_id}", expected=f"{blocks} blocks", found=f"{leaf.block_count}")
+        return leaf
+
+
+def _runs(data: memoryview) -> Iterator[tuple[int, int, bool]]:
+    """(start, end, whether all is zero) of the longest runs of blocks that are alike."""
+    start, was_zero = 0, False
+    for at in range(0, len(data), BLOCK_BYTES):
+        zero = is_zero(data[at : at + BLOCK_BYTES])
+        if zero != was_zero:
+            if at > start:
+                yield start, at, was_zero
+            start, was_zero = at, zero
+    yield start, len(data), was_zero
 
 
 def _cells(changes: Iterable[Change], size_bytes: int, leaf_bytes: int) -> Iterator[list[_Run]]:
@@ -94,62 +168,3 @@ def _cells(changes: Iterable[Change], size_bytes: int, leaf_bytes: int) -> Itera
             start = stop
     if cell:
         yield cell
-
-
-def _store_cell(store: ChunkWriter, cell: Sequence[_Run], leaf_start: int) -> Iterator[_Edit]:
-    """Store the changed blocks of a cell that are not zero as one chunk, and tell what stands where."""
-    kept: list[memoryview] = []
-    runs: list[tuple[int, int, bool]] = []
-    for offset, data in cell:
-        first = (offset - leaf_start) // BLOCK_BYTES
-        if isinstance(data, int):
-            runs.append((first, block_count(data), True))
-            continue
-        for number, at in enumerate(range(0, len(data), BLOCK_BYTES), first):
-            block = data[at : at + BLOCK_BYTES]
-            zero = is_zero(block)
-            if not zero:
-                kept.append(block)
-            if runs and runs[-1][0] + runs[-1][1] == number and runs[-1][2] == zero:
-                runs[-1] = (runs[-1][0], runs[-1][1] + 1, zero)
-            else:
-                runs.append((number, 1, zero))
-    chunk = store.put(b"".join(kept)) if kept else None
-    place = 0
-    for number, count, zero in runs:
-        yield number, Extent(count, None) if zero else Extent(count, chunk, place)
-        place += 0 if zero else count
-
-
-def _old_extents(source: ChunkReader, root: Root, index: int) -> list[Extent]:
-    """What a leaf of the parent maps; FormatError when it is not as long as its range."""
-    blocks, leaf_id = root.blocks_of(index), root.leaves[index]
-    if leaf_id is None:
-        return [Extent(blocks, None)]
-    leaf = Leaf.parse(source.get(leaf_id))
-    if leaf.block_count != blocks:
-        raise FormatError(f"leaf {leaf_id}", expected=f"{blocks} blocks", found=f"{leaf.block_count}")
-    return leaf.extents()
-
-
-def _edited(old: Iterable[Extent], edits: Sequence[_Edit]) -> list[Extent]:
-    """The extents of a leaf with the edits, which ascend, in their place; neighbours that are one extent merged."""
-    merged: list[Extent] = []
-    start = done = number = 0
-    for extent in old:
-        end = start + extent.block_count
-        while done < end:
-            if number < len(edits) and edits[number][0] == done:
-                part = edits[number][1]
-                number += 1
-            else:
-                stop = min(end, edits[number][0]) if number < len(edits) else end
-                first = 0 if extent.chunk is None else extent.first_block + done - start
-                part = Extent(stop - done, extent.chunk, first)
-            done += part.block_count
-            if merged and mergeable(merged[-1], part):
-                last = merged.pop()
-                part = Extent(last.block_count + part.block_count, last.chunk, last.first_block)
-            merged.append(part)
-        start = end
-    return merged

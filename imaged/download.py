@@ -6,15 +6,27 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from imaged.errors import ChunkCorruptError, ChunkMissingError, PvisorError, UpstreamError
 from imaged.frame import Codec, Frame
 from imaged.httppool import Call
 from imaged.ids import ChunkId
-from imaged.upstream import HttpUpstream, RetryPolicy, UpstreamRetryError
+from imaged.upstream import HttpUpstream, RetryPolicy, UpstreamRetryError, UpstreamWrongError
 
 log = logging.getLogger(__name__)
 Arrived = Callable[[Frame, bytes], None]
+
+
+class Outcome(NamedTuple):
+    """What one request brought: of so many chunks so many. `failed`: it was refused or broke off. `lied`: bytes that do
+    not match what they came as, also when they were asked for once more. `given_up`: somebody ended it."""
+
+    asked: int
+    came: int
+    failed: bool = False
+    lied: bool = False
+    given_up: bool = False
 
 
 class Download:
@@ -22,8 +34,8 @@ class Download:
 
     Afterwards `wanted` are the chunks that did not come, and `error` says why.
 
-    `asked` is called before each request, `heard` after it; `settled` says whether a chunk has come another way
-    meanwhile. With `fresh`, requests go over new connections, because those that are there may be dead.
+    `asked` is called before each request, `heard` and `judged` after it; `settled` says whether a chunk has come
+    another way meanwhile. With `fresh`, requests go over new connections, because those that are there may be dead.
     """
 
     def __init__(
@@ -33,13 +45,15 @@ class Download:
         *,
         asked: Callable[[], None] = lambda: None,
         heard: Callable[[HttpUpstream, Call], None] = lambda server, call: None,
+        judged: Callable[[HttpUpstream, Outcome], None] = lambda server, outcome: None,
         settled: Callable[[ChunkId], bool] = lambda chunk: False,
         fresh: bool = False,
     ) -> None:
         self.wanted = dict.fromkeys(chunks)
         self.server: HttpUpstream | None = None
         self._retry = retry
-        self._asked, self._heard, self._settled, self._fresh = asked, heard, settled, fresh
+        self._asked, self._heard, self._judged = asked, heard, judged
+        self._settled, self._fresh = settled, fresh
         self._call: Call | None = None
         self._cancelled = threading.Event()
         self._requests = 0
@@ -106,8 +120,9 @@ class Download:
         if not self.wanted:
             return
         suspects = self._receive(server, server.fetch, list(self.wanted), arrived)
-        if suspects:
-            self._receive(server, server.refetch, suspects, arrived)
+        if suspects and (still := self._receive(server, server.refetch, suspects, arrived)):
+            log.error("%s lies: %d chunks do not match their ids, such as %s", server.url, len(still), still[0])
+            self._judged(server, Outcome(len(suspects), len(suspects) - len(still), lied=True))
 
     def _receive(
         self,
@@ -118,6 +133,7 @@ class Download:
     ) -> list[ChunkId]:
         """The ids that came corrupt."""
         suspects: list[ChunkId] = []
+        came, failed, lied = 0, False, False
         self._requests += 1
         self._asked()
         call = Call(fresh=self._fresh)
@@ -128,6 +144,7 @@ class Download:
             for frame in ask(chunks, call):
                 if frame.header.codec is Codec.MISSING:
                     continue
+                came += 1
                 try:
                     data = frame.open()
                 except ChunkCorruptError as error:
@@ -138,15 +155,21 @@ class Download:
                 self.wanted.pop(frame.id, None)
                 arrived(frame, data)
         except UpstreamRetryError as error:
+            failed, lied = True, isinstance(error, UpstreamWrongError)
+            if lied:
+                log.error("%s", error.message)
             self._failure, self._may_pass = error, True
             self._retry_after_s = max(self._retry_after_s, error.retry_after_s)
         except PvisorError as error:
-            self._failure = UpstreamError(error.message, hint=error.hint)
+            failed, self._failure = True, UpstreamError(error.message, hint=error.hint)
         except Exception as error:
             # Whatever it was, it does not say that the chunk is missing.
             log.exception("%s: a request failed", server.url)
+            failed = True
             self._failure = UpstreamError(f"chunk server {server.url}: {error!r}")
         finally:
             self._call = None
             self._heard(server, call)
+            outcome = Outcome(len(chunks), came, failed and not call.cancelled, lied, call.cancelled)
+            self._judged(server, outcome)
         return suspects

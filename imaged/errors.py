@@ -7,12 +7,17 @@ PvisorError                 every error a user may see: a fact, and a hint that 
 +-- NameTakenError          the name stands for something else, which is not to be replaced
 +-- StoreError              the local chunk store
 |   +-- StoreBusyError      another process holds a lock that excludes this
+|   |   +-- BucketUnavailableError  an S3 server does not answer, after retries
 |   +-- StoreFullError      no space, or quota reached; nothing half-written stays
 |   +-- StoreReadOnlyError  the directory can not be written
+|   +-- NameMovedError      another server of the bucket changed the name meanwhile
+|   +-- BucketError         an S3 server refuses, or holds nonsense
+|       +-- ObjectMissingError  it has no object of this key
 +-- ChunkError              one chunk (carries its id)
 |   +-- ChunkMissingError   no store that was asked has it
 |   +-- ChunkCorruptError   bytes do not match the id
 |       +-- ChunkUnreadableError  the disk does not give them now
++-- SignatureError          an image without a signature that was required, or a key file that is none
 +-- UpstreamError           a chunk server that fails, after retries
 +-- SourceError             an OCI source
 |   +-- RegistryError       the registry answers an error or nonsense, or does not answer
@@ -69,6 +74,22 @@ class StoreBusyError(StoreError):
     """Another process holds a lock that excludes this operation."""
 
 
+class BucketUnavailableError(StoreBusyError):
+    """The S3 server of a store does not answer, after retries: it may later."""
+
+
+class NameMovedError(StoreError):
+    """Another server of the bucket changed a name meanwhile; the change that this stopped can be tried again."""
+
+
+class BucketError(StoreError):
+    """The S3 server of a store refuses what was asked, or holds what no store would write."""
+
+
+class ObjectMissingError(BucketError):
+    """The bucket has no object of this key."""
+
+
 class StoreFullError(StoreError):
     """No space is left for the store; what was committed before is sound."""
 
@@ -98,6 +119,10 @@ class ChunkCorruptError(ChunkError):
 
 class ChunkUnreadableError(ChunkCorruptError):
     """Bytes that the disk does not give now, of a pack that is gone or behind an I/O error: they may come back."""
+
+
+class SignatureError(PvisorError):
+    """An image has no signature that was required, or a file is no key to sign or check one with."""
 
 
 class UpstreamError(PvisorError):

@@ -27,6 +27,7 @@ from imaged.upstream import HttpUpstream, RetryPolicy
 from imaged.workers import Workers
 
 if TYPE_CHECKING:
+    from imaged.eviction import Evictor
     from imaged.store import ChunkStore
 
 __all__ = ["Fetcher", "FetchingReader", "Incoming", "Prefetch", "Tally"]
@@ -118,6 +119,7 @@ class Fetcher:
                 self._guessed_right(chunk)
         if data is not None:
             tally.count(hits=1)
+            self.store.uses.touch((chunk,))
             return data
         return self.get_many((chunk,), tally, origin=origin, near=near)[chunk]
 
@@ -186,6 +188,8 @@ class Fetcher:
                     flight.join(mailbox, tally)
                     waiting[chunk] = flight
         hits = len(results)
+        if results:
+            self.store.uses.touch(results)
         if waiting:
             unsent = mine
             try:
@@ -217,6 +221,7 @@ class Fetcher:
                 log.warning("local copy: %s", error.message)
                 absent.append(flight)
             else:
+                self.store.uses.touch((flight.chunk,))
                 self._settle(flight, data, None)
         return absent
 
@@ -391,7 +396,7 @@ class Fetcher:
     def _absent(self, chunks: Sequence[ChunkId]) -> list[ChunkId]:
         """Those that the local store does not have, each once."""
         try:
-            return self.store.missing(chunks)
+            return self.store.absent(chunks)
         except StoreError as error:
             log.warning("local store: %s", error.message)
             return list(dict.fromkeys(chunks))
@@ -403,6 +408,7 @@ class Fetcher:
             self._retry,
             asked=partial(tally.count, requests=1),
             heard=self.routes.note,
+            judged=self.routes.judge,
             settled=lambda chunk: chunk not in self._flights,
         )
 
@@ -438,6 +444,14 @@ class Fetcher:
             self._settle(flight, data, None)
         self.keeper.room.take(frame.stored_bytes)
         self.store.put_frame(VerifiedFrame(frame.header, frame.payload, data))
+        self.store.uses.fetched([frame.id])
+
+    def bound(self, evictor: Evictor) -> None:
+        """From now on what is kept is bounded so; what is evicted can be had of any server that something came from.
+        To be called again when there is a bound only later."""
+        self.keeper.room.evictor = evictor
+        if evictor.max_bytes is not None:
+            self.routes.ask_all({url for _, url in self.store.origins.items()})
 
     def quiet_s(self) -> float:
         """How long it is since anybody wanted a chunk that was not here; 0.0 while one is under way."""

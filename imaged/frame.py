@@ -28,6 +28,9 @@ from imaged.ids import ChunkId
 HEADER = struct.Struct("<4sB3sII32s")
 HEADER_BYTES = HEADER.size
 MAGIC = b"pvF1"
+FRAME_TYPE = "application/vnd.pvisor.frame"
+IMMUTABLE = "public, max-age=31536000, immutable"
+"""For `Cache-Control`: what an id names never changes."""
 CHUNK_LIMIT_BYTES = 1 << 20
 """No chunk of any image is longer; readers refuse a header that says so before they allocate."""
 ZSTD_LEVEL = 3

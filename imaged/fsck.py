@@ -18,7 +18,8 @@ from imaged.pack import PackReader, pack_bytes, pack_numbers
 from imaged.reach import Marker
 from imaged.rebuild import rebuild_index
 from imaged.salvage import salvage
-from imaged.store import ChunkStore
+from imaged.store import MIRROR_NAME, ChunkStore
+from imaged.storelock import CollectionLock
 
 _DAMAGED_HINT = (
     "`pvisor image verify NAME` drops damaged chunks: a lazily pulled image then fetches them again, convert or pull "
@@ -48,7 +49,7 @@ class FsckReport:
 def check(root: Path, *, rebuild: bool = False) -> FsckReport:
     """Verify every chunk, every image and snapshot down to its chunks, and the index's sums.
 
-    Other processes may use the store.
+    Other processes may use the store; it waits for a collection, and a collection for it (StoreBusyError).
 
     With `rebuild` the index is first made anew from the packs, alone (StoreBusyError): names come from the old index or
     from their copies, chunks that do not verify are left out, and layer memos, which are only a cache, are dropped.
@@ -56,30 +57,41 @@ def check(root: Path, *, rebuild: bool = False) -> FsckReport:
     root = root.absolute()
     report = FsckReport(rebuilt=rebuild)
     with store_faults("read its directory", root):
+        mirrored = (root / MIRROR_NAME).exists()
+    if mirrored:
+        from imaged.s3.check import check_bucket
+
+        return check_bucket(root, report, rebuild=rebuild)
+    with store_faults("read its directory", root):
         found = (root / INDEX_NAME).exists() or bool(pack_numbers(root))
     if not found:
         raise NotFoundError(f"no chunk store at {root}", hint="convert or pull an image first")
-    if rebuild:
-        errors, notes = rebuild_index(root)
-        report.errors += errors
-        report.notes += notes
-    else:
-        try:
-            salvage(root / INDEX_NAME)
-        except StoreError as error:
-            report.errors.append(error.message)
-            report.hints.append(error.hint)
-            return report
-    with ChunkStore.open(root, readonly=True) as store:
+    with CollectionLock.shared(root):
         if rebuild:
+            errors, notes = rebuild_index(root)
+            report.errors += errors
+            report.notes += notes
+        else:
+            try:
+                salvage(root / INDEX_NAME)
+            except StoreError as error:
+                report.errors.append(error.message)
+                report.hints.append(error.hint)
+                return report
+        _check(root, report)
+    if report.errors:
+        report.hints.append(_REBUILT_HINT if rebuild else _DAMAGED_HINT)
+    return report
+
+
+def _check(root: Path, report: FsckReport) -> None:
+    with ChunkStore.open(root, readonly=True) as store:
+        if report.rebuilt:
             usage = store.df()
             report.chunks, report.stored_bytes, report.packs = usage.chunks, usage.stored_bytes, usage.packs
         else:
             _check_packs(store, report)
-        _check_names(store, report)
-    if report.errors:
-        report.hints.append(_REBUILT_HINT if rebuild else _DAMAGED_HINT)
-    return report
+        check_names(store, report)
 
 
 def _check_packs(store: ChunkStore, report: FsckReport) -> None:
@@ -139,7 +151,8 @@ def _check_frame(index: Index, reader: PackReader, number: int, offset: int, rep
     return ""
 
 
-def _check_names(store: ChunkStore, report: FsckReport) -> None:
+def check_names(store: ChunkStore, report: FsckReport, *, copies: bool = True) -> None:
+    """Every image, snapshot and layer memo down to its chunks; with `copies` the copies of names as well."""
     marker = Marker(store)
     for name, ref in store.refs.items():
         report.images += 1
@@ -152,6 +165,8 @@ def _check_names(store: ChunkStore, report: FsckReport) -> None:
     for diff_id, blob in list(store.memos.items()):
         with _noting(f"layer {diff_id}", report) as lacks:
             lacks(marker.layer(blob), "")
+    if not copies:
+        return
     _check_copy(store.refs, store.root, report)
     _check_copy(store.snapshots, store.root, report)
 

@@ -38,6 +38,10 @@ class HttpBrokenError(Exception):
     """No connection, a broken one, a timeout, or bytes that are not HTTP."""
 
 
+class HttpCertificateError(HttpBrokenError):
+    """A certificate that is not accepted: another attempt will not change that."""
+
+
 class _ClosedError(HttpBrokenError):
     """The server closed the connection before it answered anything."""
 
@@ -352,7 +356,8 @@ class ConnectionPool:
                 if wire is not None:
                     wire.socket.close()
                 if call.cancelled or not (reused and isinstance(error, (ConnectionError, _ClosedError))):
-                    raise HttpBrokenError(_describe(error)) from error
+                    kind = HttpCertificateError if getattr(error, "verify_message", "") else HttpBrokenError
+                    raise kind(_describe(error)) from error
 
     def _take(self) -> _Wire | None:
         """An idle connection that is still open, the most recently used first."""
@@ -437,6 +442,10 @@ def _split(url: str) -> tuple[tuple[str, int], str, str, bool]:
 def _describe(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "no answer in time"
+    if refused := getattr(error, "verify_message", ""):
+        return f"its certificate is not accepted: {refused}"
+    if (reason := getattr(error, "reason", None)) and isinstance(error, OSError):
+        return f"no TLS connection: {str(reason).lower().replace('_', ' ')}"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) or type(error).__name__

@@ -41,6 +41,15 @@ class ChunkId(bytes):
             raise FormatError("chunk id", expected="64 lower-case hex digits", found=repr(text[:80]))
         return cls(bytes.fromhex(text))
 
+    @classmethod
+    def several(cls, raw: bytes, start: int = 0) -> list[Self]:
+        """Ids that follow one another, without gaps, from `start` to the end. FormatError when one is cut off."""
+        size = cls.SIZE_BYTES
+        if (len(raw) - start) % size:
+            raise FormatError("chunk ids", expected=f"{size} bytes each", found=f"{len(raw) - start} bytes")
+        new = bytes.__new__
+        return [new(cls, raw[at : at + size]) for at in range(start, len(raw), size)]
+
     @staticmethod
     def is_id(text: str) -> bool:
         """Whether text has the form of an id."""

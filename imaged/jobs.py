@@ -1,87 +1,48 @@
-"""Conversions that a server runs for its clients, each in a process of its own so that serving stays responsive."""
+"""Jobs that a server runs for its clients, each in a process of its own so that serving stays responsive."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import secrets
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
 
-from imaged import submodule
-from imaged.errors import NotFoundError
-from imaged.names import ImageName, SourceName
+from imaged.errors import PvisorError, StoreError
+from imaged.job import Job, State
+from imaged.jobprocess import Outcome, Workers, run_job
+from imaged.jobstore import Claim, JobStore, no_job
 
 log = logging.getLogger(__name__)
-_KEPT_JOBS = 1000
-_LINE_LIMIT_BYTES = 16 << 20
-_STOP_WAIT_S = 5.0
-Key = tuple[str, str, str]
-
-
-@dataclass(slots=True, kw_only=True)
-class Job:
-    """One conversion: queued, running, then done (`image`) or failed (`error`, `hint`)."""
-
-    id: str
-    source: SourceName
-    name: ImageName | None
-    platform: str | None
-    state: str = "queued"
-    progress: dict[str, Any] = field(default_factory=dict)
-    image: dict[str, Any] | None = None
-    error: str = ""
-    hint: str = ""
-
-    @property
-    def key(self) -> Key:
-        return str(self.source), str(self.name or ""), self.platform or ""
-
-    @property
-    def finished(self) -> bool:
-        return self.state in ("done", "failed")
-
-    def fail(self, error: str, hint: str = "") -> None:
-        """Unless it ended already: what its process does after its last word changes nothing."""
-        if not self.finished:
-            self.state, self.error, self.hint = "failed", error, hint
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "state": self.state,
-            "source": str(self.source),
-            "name": str(self.name) if self.name is not None else None,
-            "platform": self.platform,
-            "progress": self.progress,
-            "image": self.image,
-            "error": self.error,
-            "hint": self.hint,
-        }
+_POLL_S = 1.0
+"""How soon a job is noticed that another process of this store was asked for, or left."""
+_WATCH_S = 0.25
+_RETRY_S = 2.0
+_ENDING_S = 8.0
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Jobs:
-    """The jobs of one server, for its event loop alone. An async context manager: leaving it stops what still runs.
+    """The jobs of one store, as one server process sees and runs them. For its event loop alone.
 
-    Two requests for one source, name and platform share a job while it is not finished. The last thousand jobs are
-    remembered.
+    An async context manager. While it is entered it runs what waits, of this process or another; leaving it stops what
+    still runs here and puts that back, for the other processes or the next start of the server.
     """
 
-    def __init__(self, store: Path, *, running_limit: int = 2, worker: Sequence[str] = ()) -> None:
-        self._store = store
-        self._worker = tuple(worker or submodule.command("imaged.job_worker"))
-        self._slots = asyncio.Semaphore(running_limit)
-        self._jobs: OrderedDict[str, Job] = OrderedDict()
-        self._active: dict[Key, Job] = {}
+    def __init__(self, store: Path, documents: JobStore, workers: Workers | None = None) -> None:
+        self._store, self._documents, self._workers = store, documents, workers or Workers()
+        self._pool = ThreadPoolExecutor(4, thread_name_prefix="jobs")
+        self._wake = asyncio.Event()
+        self._cancelled: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
+        self._start(self._schedule(), "jobs")
         return self
 
     async def __aexit__(
@@ -90,98 +51,144 @@ class Jobs:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._pool.shutdown(wait=True)
 
-    def start(self, source: SourceName, name: ImageName | None, platform: str | None) -> Job:
-        """A new job, or the unfinished one that does the same."""
-        job = Job(id=secrets.token_hex(8), source=source, name=name, platform=platform)
-        running = self._active.get(job.key)
-        if running is not None:
-            return running
-        self._active[job.key] = self._jobs[job.id] = job
-        self._forget_oldest()
-        task = asyncio.create_task(self._run(job), name=f"job {job.id}")
+    async def submit(self, job: Job) -> Job:
+        """This job, or the unfinished one that does the same. QueueFullError, StoreError."""
+        taken = await self._blocking(self._documents.submit, job)
+        if taken.id == job.id:
+            log.info("job %s, %s: asked for", job.id, job.title)
+            self._wake.set()
+        return taken
+
+    async def get(self, job: str, *, namespace: str | None = None) -> Job:
+        """NotFoundError, also for one that a token of this namespace may not know of."""
+        found = await self._blocking(self._documents.get, job)
+        if not found.is_visible_to(namespace):
+            raise no_job(job)
+        return found
+
+    async def all(self) -> list[Job]:
+        """Those that are remembered, the newest first."""
+        return await self._blocking(self._documents.all)
+
+    async def cancel(self, job: str) -> Job:
+        """End a job; back when its process is gone, or after some seconds. NotFoundError, JobEndedError."""
+        cancelled = await self._blocking(self._documents.cancel, job)
+        if job in self._cancelled:
+            self._cancelled[job].set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ENDING_S):
+                while await self._blocking(self._documents.is_owned, job):
+                    await asyncio.sleep(0.05)
+        log.info("job %s, %s: cancelled", job, cancelled.title)
+        return cancelled
+
+    async def _schedule(self) -> None:
+        """Begin whatever may run, now and whenever that may have changed."""
+        while True:
+            self._wake.clear()
+            try:
+                while (claim := await self._claim()) is not None:
+                    self._start(self._run(claim), f"job {claim.job.id}")
+            except (PvisorError, OSError) as error:
+                log.error("jobs can not be begun: %s", error)
+            await _wait(self._wake, _POLL_S)
+
+    async def _claim(self) -> Claim | None:
+        """As the documents say; a claim that comes after we are to stop is given back."""
+        asked = self._pool.submit(self._documents.claim)
+        try:
+            return await asyncio.wrap_future(asked)
+        except asyncio.CancelledError:
+            asked.add_done_callback(_give_back)
+            raise
+
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return job
 
-    def get(self, job: str) -> Job:
+    async def _run(self, claim: Claim) -> None:
+        job = claim.job
+        cancelled = self._cancelled[job.id] = asyncio.Event()
         try:
-            return self._jobs[job]
-        except KeyError:
-            raise NotFoundError(
-                f"no job {job[:80]!r}", hint=f"a server remembers its last {_KEPT_JOBS} jobs until it restarts"
-            ) from None
-
-    def _forget_oldest(self) -> None:
-        finished = (key for key, job in self._jobs.items() if job.finished)
-        for key in list(finished)[: max(0, len(self._jobs) - _KEPT_JOBS)]:
-            del self._jobs[key]
-
-    async def _run(self, job: Job) -> None:
-        try:
-            async with self._slots:
-                job.state = "running"
-                await self._convert(job)
+            log.info("job %s, %s: start %d", job.id, job.title, job.starts)
+            outcome = await self._until_cancelled(claim, cancelled)
+            ended = await self._finish(claim, outcome)
+            level = logging.WARNING if ended.state is State.FAILED else logging.INFO
+            log.log(level, "job %s, %s: %s", job.id, job.title, ended.error or ended.state)
         except asyncio.CancelledError:
-            job.fail("the server was stopped", hint="start the conversion again")
+            await asyncio.shield(self._put_back(claim))
             raise
-        except OSError as error:
-            job.fail(f"the conversion process did not start: {error}")
-        except Exception as error:
-            log.exception("job %s, %s", job.id, job.source)
-            job.fail(f"the server failed to run the conversion: {error}", hint="its log says why")
+        except PvisorError as error:
+            log.error("job %s, %s: %s", job.id, job.title, error.message)
         finally:
-            del self._active[job.key]
-            if job.error:
-                log.warning("job %s, %s: %s", job.id, job.source, job.error)
+            del self._cancelled[job.id]
+            claim.close()
+            self._wake.set()
 
-    async def _convert(self, job: Job) -> None:
-        command = [*self._worker, "--store", str(self._store), str(job.source)]
-        if job.name is not None:
-            command.append(f"--name={job.name}")
-        if job.platform is not None:
-            command.append(f"--platform={job.platform}")
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, limit=_LINE_LIMIT_BYTES, env=submodule.environment()
-        )
+    async def _until_cancelled(self, claim: Claim, cancelled: asyncio.Event) -> Outcome:
+        """What its process came to, ended early once the job is cancelled, here or at another process."""
+        work = asyncio.create_task(self._work(claim))
+        watch = asyncio.create_task(self._watch(claim, cancelled))
         try:
-            assert process.stdout is not None
-            async for line in process.stdout:
-                _take_line(job, line)
-            status = await process.wait()
-            if not job.finished:
-                how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-                job.fail(f"the conversion process {how} without a result", hint="the server's log may say why")
+            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return Job.cancelled
+            return work.result()
         finally:
-            await _stop(process)
+            for task in (work, watch):
+                task.cancel()
+            await asyncio.gather(work, watch, return_exceptions=True)
+
+    async def _work(self, claim: Claim) -> Outcome:
+        try:
+            command = self._workers.command(self._store, claim.job)
+            return await run_job(claim, command, blocking=self._blocking)
+        except OSError as error:
+            return partial(Job.failed, error=f"the process of the job did not start: {error}")
+        except Exception as error:
+            log.exception("job %s, %s", claim.job.id, claim.job.title)
+            return partial(Job.failed, error=f"the server failed to run the job: {error}", hint="its log says why")
+
+    async def _watch(self, claim: Claim, cancelled: asyncio.Event) -> None:
+        while not cancelled.is_set():
+            await _wait(cancelled, _WATCH_S)
+            try:
+                if await self._blocking(claim.is_cancelled):
+                    return
+            except (PvisorError, OSError) as error:
+                log.warning("job %s: whether it is cancelled can not be read: %s", claim.job.id, error)
+
+    async def _finish(self, claim: Claim, outcome: Outcome) -> Job:
+        """However long the document can not be written, on a full disk for one: what is done is not done again."""
+        while True:
+            try:
+                return await self._blocking(claim.finish, outcome)
+            except StoreError as error:
+                log.error("job %s has ended, which can not be noted: %s", claim.job.id, error.message)
+                await asyncio.sleep(_RETRY_S)
+
+    async def _put_back(self, claim: Claim) -> None:
+        try:
+            await self._blocking(claim.finish, Job.put_back)
+        except PvisorError as error:  # the next process that looks finds it without an owner
+            log.error("job %s: %s", claim.job.id, error.message)
+
+    async def _blocking(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(function, *args, **kwargs))
 
 
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    """End the process if it still runs: closing its stdin and SIGTERM ask, SIGKILL insists."""
-    if process.stdin is not None:
-        process.stdin.close()
-    if process.returncode is not None:
-        return
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
-    try:
-        await asyncio.wait_for(process.wait(), _STOP_WAIT_S)
-    except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    """Until it is set, for so long. Unlike `asyncio.wait_for` it does not swallow a cancellation that comes with it."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
-def _take_line(job: Job, line: bytes) -> None:
-    """One line of the worker's report; a line that is not one is the log's."""
-    try:
-        report = json.loads(line)
-        if "error" in report:
-            job.fail(str(report["error"]), str(report.get("hint", "")))
-        elif "image" in report:
-            job.state, job.image = "done", dict(report["image"])
-        else:
-            job.progress = dict(report)
-    except (ValueError, TypeError, AttributeError):
-        log.warning("job %s: not a report line: %r", job.id, line[:200])
+def _give_back(asked: Future[Claim | None]) -> None:
+    if not asked.cancelled() and asked.exception() is None and (claim := asked.result()) is not None:
+        with contextlib.suppress(PvisorError):
+            claim.finish(Job.put_back)
+        claim.close()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from imaged.errors import PvisorError, StoreError
+from imaged.errors import PvisorError, StoreError, StoreFullError
 from imaged.frame import Frame
 from imaged.room import Room
 
@@ -146,7 +146,13 @@ class Keeper:
         try:
             if not frame.needed:
                 self.room.take(frame.stored_bytes)
-            self._store.put_frame(frame)
+            try:
+                self._store.put_frame(frame)
+            except StoreFullError:
+                if not self.room.evict(frame.stored_bytes):
+                    raise
+                self._store.put_frame(frame)
+            self._store.uses.fetched([frame.id])
         except PvisorError as error:
             self.dropped += 1
             if self.dropped & (self.dropped - 1) == 0:

@@ -1,4 +1,5 @@
-"""What is known of the way to one chunk server: how long an answer takes to begin, how fast it comes, does it hang."""
+"""What is known of the way to one chunk server: how long an answer takes to begin, how fast it comes, does it hang, has
+it what it is asked for."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ FIRST_HEDGE_S = 0.5
 LEAST_HEDGE_S = 0.1
 MOST_HEDGE_S = 3.0
 REST_S = 10.0
-"""How long a server that hung is asked last."""
+"""How long a server that hung or failed is asked last; twice as long each further time."""
+MOST_REST_S = 160.0
+LACK_S = 5.0
+"""How long a server that lacked most of a request is asked after others; twice as long each further time."""
+LIE_S = 60.0
+"""How long a server that sent wrong bytes twice is asked last."""
 _SAMPLES = 16
 _FIRST_RATE = 12.5e6
 _FIRST_SPARE_BYTES = 192 << 10
@@ -33,7 +39,8 @@ class Link:
         self._waits: deque[float] = deque(maxlen=_SAMPLES)
         self._mean_s = self._deviation_s = 0.0
         self._bytes_per_s: float | None = None
-        self._hung_s = -REST_S
+        self._resting, self._lacking = _Pause(REST_S), _Pause(LACK_S)
+        self._lied_until_s = 0.0
 
     def note(self, wait_s: float, transfer_bytes: int, transfer_s: float) -> None:
         """A request was answered: it waited so long for the first byte, and then so many bytes came in so long."""
@@ -47,7 +54,7 @@ class Link:
             self._waits.append(wait_s)
             # What waits behind other answers comes in one piece in the end: that wait is a part of its transfer.
             self._measure(transfer_bytes, transfer_s + wait_s - min(self._waits))
-            self._hung_s = -REST_S
+            self._resting.end()
 
     def _measure(self, transfer_bytes: int, transfer_s: float) -> None:
         """The first sample is the rate, further ones move it. Short answers only raise it, in small steps: else a link
@@ -63,12 +70,41 @@ class Link:
     def hung(self) -> None:
         """A request got no byte for longer than `hedge_s`."""
         with self._lock:
-            self._hung_s = time.monotonic()
+            self._resting.begin()
+
+    def failed(self) -> None:
+        """A request was refused, or broke off."""
+        self.hung()
+
+    def answered(self, asked: int, came: int) -> None:
+        """Of so many chunks so many were there. One that has few of them is asked again after a while, and not before
+        others for each chunk."""
+        with self._lock:
+            if came * 2 >= asked:
+                self._lacking.end()
+            else:
+                self._lacking.begin()
+
+    def has_more(self) -> None:
+        """There is reason to believe that it has what it is asked for next."""
+        with self._lock:
+            self._lacking.end()
+
+    def lied(self) -> None:
+        """It sent bytes that do not match their id, and did so again."""
+        self._lied_until_s = time.monotonic() + LIE_S
 
     @property
     def is_resting(self) -> bool:
-        """Whether it hung lately, so that other servers are asked before it."""
-        return time.monotonic() - self._hung_s < REST_S
+        """Whether it hung or failed lately, so that other servers are asked before it."""
+        return self._resting.goes_on
+
+    @property
+    def rank(self) -> int:
+        """0 for a server to ask in its turn; others come after it, those with the highest rank last."""
+        if time.monotonic() < self._lied_until_s:
+            return 3
+        return 2 if self._resting.goes_on else 1 if self._lacking.goes_on else 0
 
     @property
     def round_trip_s(self) -> float:
@@ -94,3 +130,27 @@ class Link:
         if bytes_per_s is None:
             return min(_FIRST_SPARE_BYTES, int(round_trip_s * _FIRST_RATE))
         return min(_MOST_SPARE_BYTES, int(round_trip_s * bytes_per_s))
+
+
+class _Pause:
+    """A while that is twice as long each time that it begins anew without having been ended. Guarded by the link."""
+
+    __slots__ = ("_first_s", "_length_s", "_until_s")
+
+    def __init__(self, first_s: float) -> None:
+        self._first_s = first_s
+        self._length_s = self._until_s = 0.0
+
+    def begin(self) -> None:
+        """Does not make one longer that goes on."""
+        now_s = time.monotonic()
+        if now_s >= self._until_s:
+            self._length_s = min(self._length_s * 2 or self._first_s, MOST_REST_S)
+        self._until_s = now_s + self._length_s
+
+    def end(self) -> None:
+        self._length_s = self._until_s = 0.0
+
+    @property
+    def goes_on(self) -> bool:
+        return time.monotonic() < self._until_s

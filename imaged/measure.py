@@ -25,16 +25,18 @@ class Measured(NamedTuple):
 def measure(
     store: ChunkStore, what: str, record: ChunkId, walk: Callable[[ChunkReader, ChunkId], Iterator[ChunkId]]
 ) -> Measured:
-    """Of what `walk` (`imaged.reach`) finds below this record. IncompleteError when a chunk is missing or damaged.
+    """Of what `walk` (`imaged.reach`) finds below this record, for who holds a lease and goes to name it.
 
-    FormatError when the record is none of what `walk` walks.
+    IncompleteError when a chunk is damaged, or missing as `ChunkStore.missing` says. FormatError when the record is
+    none of what `walk` walks.
     """
     hint = "upload the missing chunks first: POST /v1/chunks/missing says which"
     try:
-        sizes = [store.sizes(chunk) for chunk in walk(store, record)]
+        chunks = list(walk(store, record))
     except ChunkError as error:
         raise IncompleteError(f"{what} {record} is not complete: {error.message}", hint=hint) from error
-    missing = sizes.count(None)
+    sizes = [store.sizes(chunk) for chunk in chunks]
+    missing = store.missing(chunks)
     if missing:
-        raise IncompleteError(f"{missing} of {len(sizes)} chunks of {what} {record} are missing", hint=hint)
+        raise IncompleteError(f"{len(missing)} of {len(chunks)} chunks of {what} {record} are missing", hint=hint)
     return Measured(len(sizes), sum(size[1] for size in sizes if size is not None))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
-from imaged.errors import FormatError, InvalidNameError
-from imaged.index import Index, Txn
+from imaged.errors import FormatError, InvalidNameError, NameMovedError
+from imaged.index import NAMES, Index, Txn
 from imaged.publish import published
 
 _COPY_VERSION = 1
@@ -29,13 +31,51 @@ class Row(Protocol):
         ...
 
 
+class Shared(Protocol):
+    """Where names of several servers are (imaged/s3/tables.py); the index then mirrors them."""
+
+    def transaction(self, table: str, what: str) -> contextlib.AbstractContextManager[Txn]:
+        """As `Index.write`; what the block changes in the table is true there first. NameMovedError."""
+        ...
+
+    def look(self, table: str, name: str) -> None:
+        """Have one name in the index as it is there."""
+        ...
+
+
 R = TypeVar("R", bound=Row)
+P = ParamSpec("P")
+T = TypeVar("T")
+Table = TypeVar("Table", bound="NameTable[Any]")
+_TRIES = 8
+
+
+def named(change: Callable[Concatenate[Table, str, P], T]) -> Callable[Concatenate[Table, str, P], T]:
+    """For a method that changes a name, its first argument: where names are shared it goes by what is there now, and is
+    done again when somebody else was faster."""
+
+    @functools.wraps(change)
+    def changed(self: Table, name: str, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if self.shared is None:
+            return change(self, name, *args, **kwargs)
+        for left in reversed(range(_TRIES)):
+            self.shared.look(self.TABLE, name)
+            try:
+                return change(self, name, *args, **kwargs)
+            except NameMovedError:
+                if not left:
+                    raise
+        raise AssertionError("no tries")
+
+    return changed
 
 
 class NameTable(Generic[R]):
     """Names and their rows. Every change is durable at once, and so is all that was put before it.
 
     A copy of the table is kept in a file, so that `fsck --rebuild` can bring the names back without the index.
+
+    Who sets a name holds a lease (imaged/lease.py), or put all that is below it while nothing collects.
     """
 
     TABLE: ClassVar[str]
@@ -46,8 +86,14 @@ class NameTable(Generic[R]):
     HINT: ClassVar[str]
     """What to do about a damaged row; `{name}` is its name."""
 
+    shared: Shared | None = None
+
     def __init__(self, root: Path, index: Index, before_change: Callable[[], None]) -> None:
         self._root, self._index, self._before_change = root, index, before_change
+
+    def _write(self, what: str) -> contextlib.AbstractContextManager[Txn]:
+        """A transaction that changes names."""
+        return self._index.write(what) if self.shared is None else self.shared.transaction(self.TABLE, what)
 
     @classmethod
     def parse_row(cls, document: Any) -> R:
@@ -57,24 +103,38 @@ class NameTable(Generic[R]):
     def get(self, name: str) -> R | None:
         """FormatError when the row is damaged; it can be set and deleted all the same."""
         raw = self._index.get(self.TABLE, row_key(name))
+        if raw is None and self.shared is not None:
+            self.shared.look(self.TABLE, name)
+            raw = self._index.get(self.TABLE, row_key(name))
         return None if raw is None else self._parse(name, raw)
 
-    def items(self) -> list[tuple[str, R]]:
-        """All of them, by name. FormatError when one is damaged: what it keeps is not known."""
-        return [(key.decode(), self._parse(key.decode(), value)) for key, value in self._index.rows(self.TABLE)]
+    def items(self, prefix: str = "") -> list[tuple[str, R]]:
+        """All of them that begin so, by name. FormatError when one is damaged: what it keeps is not known."""
+        start = prefix.encode()
+        rows = self._index.range(self.TABLE, start, start)
+        return [(key.decode(), self._parse(key.decode(), value)) for key, value in rows]
 
+    @named
     def set(self, name: str, row: R) -> None:
         self._before_change()
-        with self._index.write("set a name") as txn:
-            held = self._index.get(self.TABLE, row_key(name), txn=txn)
-            self._index.put(txn, self.TABLE, row_key(name), _row_bytes(row))
-            self._lost(txn, held)
-            self._copy(txn)
+        with self._write("set a name") as txn:
+            self._put(txn, name, row)
 
+    def _put(self, txn: Txn, name: str, row: R) -> None:
+        held = self._index.get(self.TABLE, row_key(name), txn=txn)
+        if held is not None:
+            with contextlib.suppress(FormatError):  # a damaged row keeps nothing
+                row = self._kept(self._parse(name, held), row)
+        self._index.put(txn, self.TABLE, row_key(name), _row_bytes(row))
+        self._index.bump(txn, NAMES)
+        self._lost(txn, held)
+        self._copy(txn)
+
+    @named
     def delete(self, name: str) -> bool:
         """Whether it was there."""
         self._before_change()
-        with self._index.write("delete a name") as txn:
+        with self._write("delete a name") as txn:
             held = self._index.get(self.TABLE, row_key(name), txn=txn)
             found = self._index.delete(txn, self.TABLE, row_key(name))
             self._lost(txn, held)
@@ -93,6 +153,7 @@ class NameTable(Generic[R]):
         for name, row in rows.items():
             self._index.put(txn, self.TABLE, row_key(name), _row_bytes(row))
         if rows:
+            self._index.bump(txn, NAMES)
             self._copy(txn)
 
     def _items(self, txn: Txn) -> Iterator[tuple[str, R]]:
@@ -102,6 +163,11 @@ class NameTable(Generic[R]):
                 yield key.decode(), self._parse(key.decode(), value)
             except FormatError as error:
                 log.warning("%s", error.message)
+
+    def _kept(self, held: R, row: R) -> R:
+        """The row that is set where `held` was, with what it keeps of that."""
+        del held
+        return row
 
     def _lost(self, txn: Txn, held: bytes | None) -> None:
         """A name is gone or moved on, within the transaction; `held` is the row it had."""

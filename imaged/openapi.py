@@ -4,9 +4,231 @@ from __future__ import annotations
 
 from typing import Any
 
-_ID = "64 lower-case hex digits: BLAKE3-256"
-_FRAMES = "application/vnd.pvisor.frame"
-_PROFILE = "application/vnd.pvisor.profile"
+from imaged.access import ROUTES, Need
+from imaged.openapiparts import (
+    FRAMES,
+    ID,
+    PROFILE,
+    array,
+    binary,
+    errors,
+    ids_body,
+    in_path,
+    in_query,
+    json_answer,
+    json_body,
+    object_of,
+    operation,
+    ref,
+    schemas,
+    string,
+)
+
+Operations = dict[str, dict[str, Any]]
+NUMBER = {"type": "integer"}
+_LEASE = object_of(id=string("its id"), expires_at={"type": "number"}, gone=array(string(ID)))
+_KEEPS = {"type": "array", "maxItems": 4096, "items": string(ID)}
+_TTL_S = {"type": "number", "minimum": 1, "maximum": 86400}
+NAME_IN_PATH, ID_IN_PATH = in_path("name"), in_path("id")
+
+IMAGES: dict[str, Operations] = {
+    "/v1/images": {
+        "get": operation("All named images", {"200": json_answer("Images", object_of(images=array(ref("Image"))))}),
+        "post": operation(
+            "Convert a registry's image; an unfinished job for the same is joined",
+            {"202": json_answer("The job", object_of(job=string("its id")))} | errors("400", "403", "429", "507"),
+            body=json_body(ref("Conversion")),
+        ),
+    },
+    "/v1/images/{name}": {
+        "get": operation(
+            "One image, by name, by the unique end of a name, or by id",
+            {
+                "200": {
+                    "description": "The image; with view=boot its record, roots, metadata and the leaves that its "
+                    "profile names as frames, and the image without its record in the Pvisor-Image header; with "
+                    "profile=frame the profile before them, with profile=chunks what it names after them",
+                    "content": {"application/json": {"schema": ref("Image")}, **binary(FRAMES)},
+                },
+                "304": {"description": "If-None-Match names the current id"},
+            }
+            | errors("400", "404", "502", "508"),
+            parameters=[NAME_IN_PATH, in_query("view", "boot"), in_query("profile", "frame", "chunks")],
+        ),
+        "put": operation(
+            "Name an image of which every chunk is here",
+            {"200": json_answer("The image", ref("Image"))} | errors("400", "409"),
+            parameters=[NAME_IN_PATH],
+            body=json_body(object_of(id=string(ID))),
+        ),
+        "delete": operation(
+            "Take a name away; what it stood for goes with the next collection, unless something else keeps it",
+            {"200": json_answer("The whole name", object_of(removed=string("its name")))} | errors("400", "404"),
+            parameters=[NAME_IN_PATH],
+        ),
+    },
+}
+
+SNAPSHOTS: dict[str, Operations] = {
+    "/v1/snapshots": {
+        "get": operation(
+            "All named snapshots", {"200": json_answer("Snapshots", object_of(snapshots=array(ref("Snapshot"))))}
+        )
+    },
+    "/v1/snapshots/{name}": {
+        "get": operation(
+            "One snapshot, by name, by id, or by the start of an id of 8 or more digits",
+            {
+                "200": {
+                    "description": "The snapshot; with view=boot its records, device state, metadata, roots and the "
+                    "leaves that the profile of its memory names as frames, and the snapshot without its record in the "
+                    "Pvisor-Snapshot header; with profile=frame the profile before them",
+                    "content": {"application/json": {"schema": ref("Snapshot")}, **binary(FRAMES)},
+                },
+                "304": {"description": "If-None-Match names the current id"},
+            }
+            | errors("400", "404", "502", "508"),
+            parameters=[NAME_IN_PATH, in_query("view", "boot"), in_query("profile", "frame")],
+        ),
+        "put": operation(
+            "Name a snapshot of which every chunk is here, those of its image among them; 409 also when the name "
+            "stands for another snapshot than `replaces`",
+            {"200": json_answer("The snapshot", ref("Snapshot"))} | errors("400", "403", "409", "507"),
+            parameters=[NAME_IN_PATH],
+            body=json_body(
+                object_of(id=string(ID))
+                | {"properties": {"id": string(ID), "replaces": string("the id it may take it from, or *")}}
+            ),
+        ),
+        "delete": operation(
+            "Take a name away; what it stood for goes with the next collection, unless something else keeps it",
+            {"200": json_answer("The name", object_of(removed=string("its name")))} | errors("400", "404"),
+            parameters=[NAME_IN_PATH],
+        ),
+    },
+}
+
+PROFILES: dict[str, Operations] = {
+    "/v1/profiles/{name}": {
+        "get": operation(
+            "The profile of an image, or of a snapshot by its id: docs/formats/profile.md",
+            {"200": {"description": "The profile", "content": binary(PROFILE)}} | errors("400", "404", "502", "508"),
+            parameters=[NAME_IN_PATH],
+        ),
+        "put": operation(
+            "Merge one recorded run: ids in order of first touch; what is not of the image is left out",
+            {"200": json_answer("The profile", object_of(runs=NUMBER, entries=NUMBER))}
+            | errors("400", "403", "404", "502", "507", "508"),
+            parameters=[NAME_IN_PATH],
+            body=ids_body(),
+        ),
+    },
+}
+
+JOBS: dict[str, Operations] = {
+    "/v1/jobs": {
+        "get": operation(
+            "The jobs that are remembered, the newest first; of warnings only how many there were",
+            {"200": json_answer("Jobs", object_of(jobs=array(ref("Job"))))},
+        )
+    },
+    "/v1/jobs/{id}": {
+        "get": operation(
+            "How far a job is, or what it came to",
+            {"200": json_answer("The job", ref("Job"))} | errors("404"),
+            parameters=[ID_IN_PATH],
+        ),
+        "delete": operation(
+            "Cancel a job, for all who asked for it; 409 when it has ended another way",
+            {"200": json_answer("The job, cancelled", ref("Job"))} | errors("404", "409"),
+            parameters=[ID_IN_PATH],
+        ),
+    },
+    "/v1/gc": {
+        "post": operation(
+            "Collect what nothing keeps alive; a collection that waits or runs is joined",
+            {"202": json_answer("The job", object_of(job=string("its id")))} | errors("403", "429", "507"),
+        )
+    },
+}
+
+LEASES: dict[str, Operations] = {
+    "/v1/leases": {
+        "post": operation(
+            "A lease: with `keeps` these images and snapshots stay; without, what its holder uploads, or is told that "
+            "is here, stays until it is named",
+            {"201": json_answer("The lease", _LEASE)} | errors("400", "403", "507"),
+            body=json_body(
+                {
+                    "type": "object",
+                    "required": ["holder"],
+                    "properties": {"holder": string("who it is, for messages"), "keeps": _KEEPS, "ttl_s": _TTL_S},
+                }
+            ),
+        )
+    },
+    "/v1/leases/{id}": {
+        "put": operation(
+            "Renew a lease; with `keeps` it keeps these, and no others",
+            {"200": json_answer("The lease", _LEASE)} | errors("400", "404", "507"),
+            parameters=[ID_IN_PATH],
+            body=json_body({"type": "object", "properties": {"keeps": _KEEPS, "ttl_s": _TTL_S}}),
+        ),
+        "delete": operation(
+            "End a lease",
+            {"200": json_answer("Whether it was there", object_of(ended={"type": "boolean"}))} | errors("400"),
+            parameters=[ID_IN_PATH],
+        ),
+    },
+}
+
+CHUNKS: dict[str, Operations] = {
+    "/v1/chunks/{id}": {
+        "get": operation(
+            "One frame; immutable",
+            {"200": {"description": "The frame", "content": binary(FRAMES)}} | errors("400", "404", "502", "508"),
+            parameters=[ID_IN_PATH],
+        )
+    },
+    "/v1/chunks/batch": {
+        "post": operation(
+            "Frames in the order of the ids; codec 255 and no payload for each one that is not here",
+            {"200": {"description": "The frames", "content": binary(FRAMES)}} | errors("400", "502", "508"),
+            body=ids_body(),
+        )
+    },
+    "/v1/chunks/missing": {
+        "post": operation(
+            "Which of these chunks are not here",
+            {"200": json_answer("Ids", object_of(missing=array(string(ID))))} | errors("400"),
+            body=ids_body(),
+        )
+    },
+    "/v1/chunks": {
+        "put": operation(
+            "Store frames; each is verified, the first wrong one ends the request, those before it stay",
+            {"200": json_answer("How many", object_of(stored=NUMBER))} | errors("400", "403", "507"),
+            body={"required": True, "content": binary(FRAMES)},
+        )
+    },
+}
+
+SERVER: dict[str, Operations] = {
+    "/v1/openapi.json": {"get": operation("This document", {"200": {"description": "OpenAPI"}})},
+    "/healthz": {"get": operation("The process answers", {"200": {"description": "ok"}})},
+    "/readyz": {
+        "get": operation(
+            "Requests may come here; the store can be written, unless only reads are asked for",
+            {"200": {"description": "ok"}} | errors("400", "503"),
+            parameters=[in_query("for", "reads")],
+        )
+    },
+    "/metrics": {
+        "get": operation("What this server did, for Prometheus", {"200": {"description": "text format 0.0.4"}})
+    },
+}
+
+PATHS = {**IMAGES, **SNAPSHOTS, **PROFILES, **JOBS, **LEASES, **CHUNKS, **SERVER}
 
 
 def document() -> dict[str, Any]:
@@ -19,231 +241,30 @@ def document() -> dict[str, Any]:
             "description": "Images and snapshots of virtual machines as content-addressed chunks. A chunk travels as a "
             "frame: docs/formats/frame.md.",
         },
-        "paths": {
-            "/v1/images": {
-                "get": _operation("All named images", {"200": _json("Images", _object(images=_array(_ref("Image"))))}),
-                "post": _operation(
-                    "Convert a registry's image; an unfinished job for the same is joined",
-                    {"202": _json("The job", _object(job=_string("its id")))} | _errors("400", "403"),
-                    body=_json_body(_ref("Conversion")),
-                ),
-            },
-            "/v1/images/{name}": {
-                "get": _operation(
-                    "One image, by name, by the unique end of a name, or by id",
-                    {
-                        "200": {
-                            "description": "The image; with view=boot its record, roots, metadata and the leaves that "
-                            "its profile names as frames, and the image without its record in the Pvisor-Image header; "
-                            "with profile=frame the profile before them, with profile=chunks what it names after them",
-                            "content": {"application/json": {"schema": _ref("Image")}, **_binary()},
-                        },
-                        "304": {"description": "If-None-Match names the current id"},
-                    }
-                    | _errors("400", "404"),
-                    parameters=[_in_path("name"), _in_query("view", "boot"), _in_query("profile", "frame", "chunks")],
-                ),
-                "put": _operation(
-                    "Name an image of which every chunk is here",
-                    {"200": _json("The image", _ref("Image"))} | _errors("400", "409"),
-                    parameters=[_in_path("name")],
-                    body=_json_body(_object(id=_string(_ID))),
-                ),
-            },
-            "/v1/snapshots": {
-                "get": _operation(
-                    "All named snapshots", {"200": _json("Snapshots", _object(snapshots=_array(_ref("Snapshot"))))}
-                )
-            },
-            "/v1/snapshots/{name}": {
-                "get": _operation(
-                    "One snapshot, by name, by id, or by the start of an id of 8 or more digits",
-                    {
-                        "200": {
-                            "description": "The snapshot; with view=boot its records, device state, metadata, roots "
-                            "and the leaves that the profile of its memory names as frames, and the snapshot without "
-                            "its record in the Pvisor-Snapshot header; with profile=frame the profile before them",
-                            "content": {"application/json": {"schema": _ref("Snapshot")}, **_binary()},
-                        },
-                        "304": {"description": "If-None-Match names the current id"},
-                    }
-                    | _errors("400", "404"),
-                    parameters=[_in_path("name"), _in_query("view", "boot"), _in_query("profile", "frame")],
-                ),
-                "put": _operation(
-                    "Name a snapshot of which every chunk is here, those of its image among them; 409 also when the "
-                    "name stands for another snapshot than `replaces`",
-                    {"200": _json("The snapshot", _ref("Snapshot"))} | _errors("400", "403", "409", "507"),
-                    parameters=[_in_path("name")],
-                    body=_json_body(
-                        _object(id=_string(_ID))
-                        | {"properties": {"id": _string(_ID), "replaces": _string("the id it may take it from, or *")}}
-                    ),
-                ),
-            },
-            "/v1/profiles/{name}": {
-                "get": _operation(
-                    "The profile of an image, or of a snapshot by its id: docs/formats/profile.md",
-                    {"200": {"description": "The profile", "content": _binary(_PROFILE)}} | _errors("400", "404"),
-                    parameters=[_in_path("name")],
-                ),
-                "put": _operation(
-                    "Merge one recorded run: ids in order of first touch; what is not of the image is left out",
-                    {"200": _json("The profile", _object(runs={"type": "integer"}, entries={"type": "integer"}))}
-                    | _errors("400", "403", "404", "507"),
-                    parameters=[_in_path("name")],
-                    body=_ids_body(),
-                ),
-            },
-            "/v1/jobs/{id}": {
-                "get": _operation(
-                    "How far a conversion is",
-                    {"200": _json("The job", _ref("Job"))} | _errors("404"),
-                    parameters=[_in_path("id")],
-                )
-            },
-            "/v1/chunks/{id}": {
-                "get": _operation(
-                    "One frame; immutable",
-                    {"200": {"description": "The frame", "content": _binary()}} | _errors("400", "404"),
-                    parameters=[_in_path("id")],
-                )
-            },
-            "/v1/chunks/batch": {
-                "post": _operation(
-                    "Frames in the order of the ids; codec 255 and no payload for each one that is not here",
-                    {"200": {"description": "The frames", "content": _binary()}} | _errors("400"),
-                    body=_ids_body(),
-                )
-            },
-            "/v1/chunks/missing": {
-                "post": _operation(
-                    "Which of these chunks are not here",
-                    {"200": _json("Ids", _object(missing=_array(_string(_ID))))} | _errors("400"),
-                    body=_ids_body(),
-                )
-            },
-            "/v1/chunks": {
-                "put": _operation(
-                    "Store frames; each is verified, the first wrong one ends the request, those before it stay",
-                    {"200": _json("How many", _object(stored={"type": "integer"}))} | _errors("400", "403", "507"),
-                    body={"required": True, "content": _binary()},
-                )
-            },
-            "/v1/openapi.json": {"get": _operation("This document", {"200": {"description": "OpenAPI"}})},
-            "/healthz": {"get": _operation("The process answers", {"200": {"description": "ok"}})},
-            "/readyz": {"get": _operation("Requests may come here", {"200": {"description": "ok"}} | _errors("503"))},
-        },
-        "components": {"schemas": _schemas()},
-    }
-
-
-def _schemas() -> dict[str, Any]:
-    text, number = {"type": "string"}, {"type": "integer"}
-    return {
-        "Error": _object(error=_string("the fact"), hint=_string("the next step; may be empty")),
-        "Image": _object(
-            name=text,
-            id=_string(_ID),
-            record={"type": "object", "description": "Hashes to the id as sorted, compact ASCII JSON"},
-            source=text,
-            chunks=number,
-            stored_bytes=number,
-            created_at={"type": "integer", "description": "Unix seconds"},
-        ),
-        "Snapshot": _object(
-            name=text,
-            id=_string(_ID),
-            record={
-                "type": "object",
-                "description": "docs/formats/snapshot.md; hashes to the id as sorted, compact ASCII JSON",
-            },
-            chunks=number,
-            stored_bytes=number,
-            created_at={"type": "integer", "description": "Unix seconds"},
-        ),
-        "Conversion": {
-            "type": "object",
-            "required": ["source"],
-            "properties": {
-                "source": _string("docker://HOST/REPO:TAG"),
-                "name": _string("repo[:tag]; the repository's own when not given"),
-                "platform": _string("OS/ARCH[/VARIANT]"),
+        "paths": {path: _with_access(path, operations) for path, operations in PATHS.items()},
+        "components": {
+            "schemas": schemas(),
+            "securitySchemes": {
+                "token": {"type": "http", "scheme": "bearer", "description": "docs/auth.md; none without a token file"}
             },
         },
-        "Job": _object(
-            id=text,
-            state={"type": "string", "enum": ["queued", "running", "done", "failed"]},
-            source=text,
-            name={"type": ["string", "null"]},
-            platform={"type": ["string", "null"]},
-            progress={"type": "object", "description": "step, done_bytes, total_bytes"},
-            image={"type": ["object", "null"], "description": "name, id and warnings when done"},
-            error=text,
-            hint=text,
-        ),
     }
 
 
-def _operation(
-    summary: str,
-    responses: dict[str, Any],
-    *,
-    parameters: list[dict[str, Any]] | None = None,
-    body: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    operation: dict[str, Any] = {"summary": summary, "responses": responses}
-    if parameters:
-        operation["parameters"] = parameters
-    if body:
-        operation["requestBody"] = body
-    return operation
-
-
-def _json(description: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"description": description, "content": {"application/json": {"schema": schema}}}
-
-
-def _json_body(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"required": True, "content": {"application/json": {"schema": schema}}}
-
-
-def _ids_body() -> dict[str, Any]:
-    ids = {"type": "array", "maxItems": 4096, "items": _string(_ID)}
-    raw = {"schema": {"type": "string", "format": "binary", "description": "32 bytes for each id"}}
-    return {
-        "required": True,
-        "content": {"application/json": {"schema": _object(ids=ids)}, "application/octet-stream": raw},
-    }
-
-
-def _binary(media_type: str = _FRAMES) -> dict[str, Any]:
-    return {media_type: {"schema": {"type": "string", "format": "binary"}}}
-
-
-def _errors(*statuses: str) -> dict[str, Any]:
-    return {status: _json("Refused", _ref("Error")) for status in statuses}
-
-
-def _ref(name: str) -> dict[str, Any]:
-    return {"$ref": f"#/components/schemas/{name}"}
-
-
-def _object(**properties: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "required": list(properties), "properties": properties}
-
-
-def _array(items: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": items}
-
-
-def _string(description: str) -> dict[str, Any]:
-    return {"type": "string", "description": description}
-
-
-def _in_path(name: str) -> dict[str, Any]:
-    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-
-
-def _in_query(name: str, *values: str) -> dict[str, Any]:
-    return {"name": name, "in": "query", "required": False, "schema": {"type": "string", "enum": list(values)}}
+def _with_access(path: str, operations: Operations) -> Operations:
+    """With the scope that each takes, and the answers to who has not got it or asks too often."""
+    found: Operations = {}
+    for method, described in operations.items():
+        need = ROUTES[method.upper(), path]
+        if need is not Need.OPEN:
+            refused = errors("401", "403", "429") | (
+                {"413": errors("413")["413"]} if "requestBody" in described else {}
+            )
+            described = {
+                **described,
+                "responses": {**described["responses"], **refused},
+                "security": [{"token": []}],
+                "x-scope": str(need.scope),
+            }
+        found[method] = described
+    return found

@@ -40,7 +40,7 @@ _SCAN_BYTES = 1 << 20
 PUNCH_BYTES = 4096
 """Holes are whole blocks of this size."""
 _STAT_BLOCK_BYTES = 512
-_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
+FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
@@ -147,12 +147,12 @@ class PackWriter:
 
     def punch(self, start: int, end: int) -> None:
         """Give the whole file system blocks between two offsets back; they read as zeros. For dead frames."""
-        first, last = -(-start // PUNCH_BYTES) * PUNCH_BYTES, end // PUNCH_BYTES * PUNCH_BYTES
-        mode = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
-        if first < last and _libc.fallocate(self._fd, mode, first, last - first) != 0:
-            number = ctypes.get_errno()
-            if number != errno.EOPNOTSUPP:
-                raise OSError(number, os.strerror(number))
+        punch(self._fd, start, end)
+
+    def empty(self) -> None:
+        """Give all of it back, also what readers still have open."""
+        os.ftruncate(self._fd, 0)
+        self.length = 0
 
     def sync(self) -> None:
         os.fdatasync(self._fd)
@@ -161,6 +161,24 @@ class PackWriter:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def punch(fd: int, start: int, end: int) -> None:
+    """As `PackWriter.punch`, of any file that is open for writing. OSError."""
+    first, last = -(-start // PUNCH_BYTES) * PUNCH_BYTES, end // PUNCH_BYTES * PUNCH_BYTES
+    if first < last:
+        try:
+            fallocate(fd, FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, first, last - first)
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:
+                raise
+
+
+def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
+    """fallocate(2). OSError."""
+    if _libc.fallocate(fd, mode, offset, length) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def _flock(fd: int) -> bool:
@@ -182,7 +200,7 @@ def _write_at(fd: int, buffers: list[bytes], offset: int) -> None:
         done += os.pwrite(fd, rest[done:], offset + done)
 
 
-class _PackFile:
+class PackFile:
     """A descriptor that closes with its last user, so that eviction never closes it under a reader."""
 
     __slots__ = ("fd",)
@@ -201,12 +219,12 @@ class PackReader:
 
     def __init__(self, root: Path, *, open_files: int = _OPEN_FILES) -> None:
         self._root, self._open_files = root, open_files
-        self._files: OrderedDict[int, _PackFile] = OrderedDict()
+        self._files: OrderedDict[int, PackFile] = OrderedDict()
         self._lock = threading.Lock()
 
     def read(self, number: int, offset: int, length: int) -> bytes:
         """Bytes of a pack; shorter at its end. OSError."""
-        file = self._file(number)
+        file = self.file(number)
         data = os.pread(file.fd, length, offset)
         while 0 < len(data) < length and (more := os.pread(file.fd, length - len(data), offset + len(data))):
             data += more
@@ -216,16 +234,17 @@ class PackReader:
         """As `read`, from the page cache alone: None when that would have to wait for the disk, or fails."""
         buffer = bytearray(length)
         try:
-            done = os.preadv(self._file(number).fd, [buffer], offset, os.RWF_NOWAIT)
+            done = os.preadv(self.file(number).fd, [buffer], offset, os.RWF_NOWAIT)
         except OSError:
             return None
         return bytes(buffer) if done == length else None
 
-    def _file(self, number: int) -> _PackFile:
+    def file(self, number: int) -> PackFile:
+        """The file of a pack, open for as long as somebody has it. OSError."""
         with self._lock:
             file = self._files.get(number)
             if file is None:
-                file = self._files[number] = _PackFile(pack_path(self._root, number))
+                file = self._files[number] = PackFile(pack_path(self._root, number))
                 if len(self._files) > self._open_files:
                     self._files.popitem(last=False)
             else:

@@ -8,14 +8,17 @@ from typing import NamedTuple
 from aiohttp import web
 
 from imaged import catalog, snapshots
+from imaged.access import view
 from imaged.blockimage import BlockImage
-from imaged.chunkapi import Blocking, read_ids
+from imaged.blocking import Blocking
+from imaged.chunkapi import read_ids
 from imaged.denser import Denser
 from imaged.errors import FormatError, NotFoundError
 from imaged.ids import ChunkId
 from imaged.profile import Profile
 from imaged.reach import belonging
 from imaged.store import ChunkStore
+from imaged.through import ThroughStore
 
 PROFILE_TYPE = "application/vnd.pvisor.profile"
 
@@ -37,43 +40,35 @@ class ProfileApi:
     async def one(self, request: web.Request) -> web.Response:
         """GET profiles/ID: as docs/formats/profile.md says; 404 when no run was recorded."""
         name = request.match_info["name"]
-        raw = await self._blocking.run(self._raw, name)
+        raw = await self._blocking.run(_raw, view(request, self._store), name)
         if raw is None:
             raise NotFoundError(f"{name} has no profile", hint="its first start on a host records one")
         return web.Response(body=raw, content_type=PROFILE_TYPE, headers={"Cache-Control": "no-cache"})
 
-    def _raw(self, name: str) -> bytes | None:
-        return self._store.profiles.raw(self._profiled(name).block_image)
-
     async def merge(self, request: web.Request) -> web.Response:
         """PUT profiles/ID, ids in order of first touch: one recorded run is merged into the profile."""
         touched = await read_ids(request)
-        profile = await self._blocking.run(self._merge, request.match_info["name"], touched)
+        store = view(request, self._store)
+        profile = await self._blocking.run(self._merge, store, request.match_info["name"], touched)
         return web.json_response({"runs": profile.runs, "entries": len(profile.chunks)})
 
-    def _merge(self, name: str, touched: Sequence[ChunkId]) -> Profile:
+    def _merge(self, store: ChunkStore, name: str, touched: Sequence[ChunkId]) -> Profile:
         """What is not of the image is left out. FormatError when that is all."""
-        profiled = self._profiled(name)
-        found = belonging(self._store, profiled.block_image, touched)
+        profiled = _profiled(store, name)
+        found = belonging(store, profiled.block_image, touched)
         known = frozenset((*found.leaves, *found.chunks))
         if not known:
             raise FormatError("profile", expected=f"chunks of {name}, with their leaves", found="none of them")
-        profile = self._store.profiles.merge(profiled.block_image, [chunk for chunk in touched if chunk in known])
-        # What the next cold start fetches: worth the hardest compression, once.
-        whole = profiled.whole
-        more = BlockImage.open(self._store, whole).chunk_ids() if whole is not None else ()
-        self._denser.add([*more, *found.leaves, *found.chunks])
+        profile = store.profiles.merge(profiled.block_image, [chunk for chunk in touched if chunk in known])
+        if isinstance(store, ThroughStore) and ChunkId.is_id(name):
+            store.offer(ChunkId.parse(name), touched)
+        if store.namespace is None:
+            # What the next cold start fetches: worth the hardest compression, once. Not what a namespace holds, whose
+            # frames tell nothing of who else has them: imaged/tenant.py.
+            whole = profiled.whole
+            more = BlockImage.open(store, whole).chunk_ids() if whole is not None else ()
+            self._denser.add([*more, *found.leaves, *found.chunks])
         return profile
-
-    def _profiled(self, text: str) -> _Profiled:
-        """Of an image, or of a snapshot by its id: names may mean both. NotFoundError."""
-        try:
-            record = catalog.find(self._store, text).record
-            return _Profiled(record.data, record.metadata)
-        except NotFoundError:
-            if not ChunkId.is_id(text):
-                raise
-        return _Profiled(snapshots.find(self._store, text).record.memory, None)
 
 
 class _Profiled(NamedTuple):
@@ -81,3 +76,18 @@ class _Profiled(NamedTuple):
 
     block_image: ChunkId
     whole: ChunkId | None
+
+
+def _raw(store: ChunkStore, name: str) -> bytes | None:
+    return store.profiles.raw(_profiled(store, name).block_image)
+
+
+def _profiled(store: ChunkStore, text: str) -> _Profiled:
+    """Of an image, or of a snapshot by its id: names may mean both. NotFoundError."""
+    try:
+        record = catalog.find(store, text).record
+        return _Profiled(record.data, record.metadata)
+    except NotFoundError:
+        if not ChunkId.is_id(text):
+            raise
+    return _Profiled(snapshots.find(store, text).record.memory, None)

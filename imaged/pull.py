@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from imaged.blockimage import BlockImage, open_blob
 from imaged.boot import Ahead, boot
-from imaged.errors import ChunkCorruptError, UpstreamError
+from imaged.errors import ChunkCorruptError, StoreError, UpstreamError
 from imaged.fetch import Fetcher, FetchingReader, Tally
 from imaged.frame import Codec, Frame
 from imaged.ids import ChunkId
@@ -18,6 +19,7 @@ from imaged.reach import reachable
 from imaged.record import ImageRecord
 from imaged.refs import Ref
 from imaged.remote import RemoteImage
+from imaged.signature import Signature, Trust
 from imaged.upstream import HttpUpstream
 
 log = logging.getLogger(__name__)
@@ -25,11 +27,13 @@ _GROUP = 64
 
 
 class Pulled(NamedTuple):
-    """The image's id, its record, and the full name that the pull gives it ("" when it has none)."""
+    """The image's id, its record, and the full name that the pull gives it ("" when it has none), with what signs it
+    under that."""
 
     id: ChunkId
     record: ImageRecord
     name: str
+    signatures: tuple[Signature, ...]
 
 
 def pull_image(
@@ -41,28 +45,61 @@ def pull_image(
     progress: Progress | None = None,
     tally: Tally | None = None,
     ahead: Ahead | None = None,
+    trust: Trust | None = None,
+    last: str = "",
 ) -> Pulled:
     """Resolve `name` (or an image id) at the server and fetch it into the fetcher's store.
 
     Lazily: record, roots, metadata and leaves, all in one answer; the data comes when it is read, that of the image's
     profile when `ahead` is started. Returns when these bytes are here; they become durable and the name is set in the
     background, `fetcher.drain()` waits for that. Otherwise every chunk is in the store, and the name set, on return.
-    NotFoundError, UpstreamError, StoreError, ChunkMissingError when the server lacks a part of its own image.
+    With `trust` nothing is fetched, and no name is set, unless one of its keys has signed the image under its name.
+    `last` is the server that is believed to have all of what this one has in part, as a peer has.
+    NotFoundError, UpstreamError, SignatureError, StoreError, ChunkMissingError when the server lacks a part of its own
+    image.
     """
     tally = tally or Tally()
     progress = progress or NoProgress()
-    image, profile = boot(fetcher, upstream, name, tally, ahead)
-    reader = fetcher.reader(image.record.metadata, tally)
-    _complete_metadata(reader, image.record)
-    if lazy:
-        fetcher.keeper.after(lambda: _publish(fetcher, image, profile, upstream.url))
-    else:
-        fetcher.drain()
-        BlockImage.open(reader, image.record.data).preload()
-        chunks = list(reachable(reader, image.id))
-        fetch_all(fetcher, upstream, chunks, image.stored_bytes, reader, progress)
-        _publish(fetcher, image, profile, "", upstream.url)
-    return Pulled(image.id, image.record, image.name)
+    with ExitStack() as leased:
+        lease(fetcher, f"pulling {name}", leased, lazy=lazy)
+        image, profile, origin = boot(fetcher, upstream, name, tally, ahead, trust or Trust(), last=last)
+        reader = fetcher.reader(image.record.metadata, tally)
+        _complete_metadata(reader, image.record)
+        if lazy:
+            later(fetcher, leased, lambda: _publish(fetcher, image, profile, origin))
+        else:
+            fetcher.drain()
+            BlockImage.open(reader, image.record.data).preload()
+            chunks = list(reachable(reader, image.id))
+            fetch_all(fetcher, upstream, chunks, image.stored_bytes, reader, progress)
+            _publish(fetcher, image, profile, "", origin)
+    return Pulled(image.id, image.record, image.name, image.signatures)
+
+
+def lease(fetcher: Fetcher, holder: str, stack: ExitStack, *, lazy: bool) -> None:
+    """One of the store, until the stack ends. A lazy pull promises no chunk, and does without when none can be had, as
+    on a full disk: then a collection in these moments only costs a second fetch."""
+    try:
+        stack.enter_context(fetcher.store.lease(holder))
+    except StoreError as error:
+        if not lazy:
+            raise
+        log.warning("%s without a lease: %s", holder, error.message)
+
+
+def later(fetcher: Fetcher, leased: ExitStack, publish: Callable[[], None]) -> None:
+    """Publish when everything fetched so far is in the store; what `leased` holds lasts until then."""
+    until = leased.pop_all()
+
+    def run() -> None:
+        with until:
+            publish()
+
+    try:
+        fetcher.keeper.after(run)
+    except BaseException:
+        until.close()
+        raise
 
 
 def _complete_metadata(reader: FetchingReader, record: ImageRecord) -> None:
@@ -140,7 +177,10 @@ def _publish(fetcher: Fetcher, image: RemoteImage, profile: Profile | None, orig
         origin=origin,
         chunks=image.chunks,
         stored_bytes=image.stored_bytes,
+        signatures=image.signatures,
     )
     held = store.refs.get(image.name)
     if held is None or held.record != image.id or (held.origin and held != ref):
         store.refs.set(image.name, ref)
+    elif any(signature not in held.signatures for signature in image.signatures):
+        store.refs.sign(image.name, image.id, image.signatures)

@@ -17,6 +17,7 @@ from imaged.ids import ChunkId
 from imaged.profile import ENTRY_LIMIT
 from imaged.progress import Progress
 from imaged.reach import reachable, reachable_snapshot
+from imaged.remotelease import publish_complete
 from imaged.snapshot import SnapshotRecord
 from imaged.snapshots import Snapshot
 from imaged.store import ChunkStore
@@ -28,9 +29,20 @@ _GROUP = 64
 
 def push_image(store: ChunkStore, upstream: HttpUpstream, entry: Entry, progress: Progress) -> None:
     """Upload and name the image at the server. ChunkMissingError, UpstreamError; a repeated push sends the rest."""
-    missing = upstream.missing(list(reachable(store, entry.ref.record)))
-    _send(store, upstream, missing, progress, hint="the image is not complete here; `pvisor pull` fetches all of it")
-    upstream.publish(entry.name, entry.ref.record)
+    hint = "the image is not complete here; `pvisor pull` fetches all of it"
+
+    def send(server: HttpUpstream, missing: Sequence[ChunkId]) -> None:
+        _send(store, server, missing, progress, hint=hint)
+
+    with store.keeping(f"pushing {entry.name}", [entry.ref.record]):
+        chunks = list(reachable(store, entry.ref.record))
+        publish_complete(
+            upstream,
+            chunks,
+            send,
+            lambda server: server.publish(entry.name, entry.ref.record, entry.ref.signatures),
+            holder=f"pushing {entry.name}",
+        )
 
 
 def push_snapshot(
@@ -51,21 +63,31 @@ def push_snapshot(
     if snapshot.name is None:
         hint = "a server keeps snapshots by name: `pvisor vm park VM --as NAME` gives one"
         raise NotFoundError(f"snapshot {snapshot.id} has no name", hint=hint)
+    name = snapshot.name
     replaces: ChunkId | Literal["*"] | None = "*" if replace else _replaced(store, upstream, snapshot)
-    missing = upstream.missing(list(reachable_snapshot(reader, snapshot.id)))
-    absent = store.missing(missing)
-    for start in range(0, len(absent), _GROUP):
-        for data in get_many(reader, absent[start : start + _GROUP]).values():
-            store.put(data)
-    hint = f"`pvisor snapshot verify {snapshot.name}` says what is lost"
-    _send(store, upstream, missing, progress, hint=hint)
-    upstream.publish_snapshot(snapshot.name, snapshot.id, replaces=replaces)
+
+    def send(server: HttpUpstream, missing: Sequence[ChunkId]) -> None:
+        absent = store.absent(missing)
+        for start in range(0, len(absent), _GROUP):
+            for data in get_many(reader, absent[start : start + _GROUP]).values():
+                store.put(data)
+        _send(store, server, missing, progress, hint=f"`pvisor snapshot verify {name}` says what is lost")
+
+    # What is only fetched to be sent on has no name here.
+    with store.lease(f"pushing snapshot {name}", [snapshot.id]):
+        sent = publish_complete(
+            upstream,
+            list(reachable_snapshot(reader, snapshot.id)),
+            send,
+            lambda server: server.publish_snapshot(name, snapshot.id, replaces=replaces),
+            holder=f"pushing snapshot {name}",
+        )
     if snapshot.ref is not None:
         store.snapshots.replace(snapshot.name, dataclasses.replace(snapshot.ref, server=upstream.url), over=snapshot.id)
     touched = _touched(store, reader, snapshot.record)
     if touched and upstream.profile(snapshot.id) is None:
         upstream.merge_profile(snapshot.id, touched)
-    return len(missing)
+    return sent
 
 
 def _replaced(store: ChunkStore, upstream: HttpUpstream, snapshot: Snapshot) -> ChunkId | None:

@@ -45,9 +45,19 @@ def belonging(reader: ChunkReader, image: ChunkId, wanted: Sequence[ChunkId]) ->
 class PartialReader(ChunkReader, Protocol):
     """A ChunkReader that may lack chunks and can say which."""
 
-    def missing(self, chunks: Iterable[ChunkId]) -> list[ChunkId]:
+    def absent(self, chunks: Iterable[ChunkId]) -> list[ChunkId]:
         """Those that are not here."""
         ...
+
+
+class MarkSet(Protocol):
+    """Where a `Marker` notes chunks: a set, or `imaged.marks.Marks`."""
+
+    def add(self, chunk: ChunkId, /) -> None: ...
+
+    def update(self, chunks: Iterable[ChunkId], /) -> None: ...
+
+    def __contains__(self, chunk: ChunkId, /) -> bool: ...
 
 
 def reachable(reader: ChunkReader, record: ChunkId) -> Iterator[ChunkId]:
@@ -97,18 +107,22 @@ def _of_block_image(reader: ChunkReader, root: ChunkId) -> Iterator[ChunkId]:
 
 
 class Marker:
-    """Collects in `kept` the present chunks of all that is shown to it, and says of each thing what it lacks.
+    """Collects in `kept`, or in `marks` when given, the present chunks of all that is shown to it, and says of each
+    thing what it lacks. `roots` are the records and block images that were shown, present or not.
 
     A leaf is walked once, however many images share it.
     """
 
-    def __init__(self, store: PartialReader) -> None:
+    def __init__(self, store: PartialReader, marks: MarkSet | None = None) -> None:
         self.kept: set[ChunkId] = set()
+        self._marks: MarkSet = self.kept if marks is None else marks
+        self.roots: set[ChunkId] = set()
         self._store = store
         self._lacking: dict[ChunkId, frozenset[ChunkId]] = {}
 
     def image(self, record: ChunkId) -> tuple[ImageRecord | None, set[ChunkId]]:
         """The record, None when it is missing itself, and the chunks that are missing. FormatError."""
+        self.roots.add(record)
         raw = self._get(record)
         if raw is None:
             return None, {record}
@@ -118,6 +132,7 @@ class Marker:
     def snapshot(self, snapshot: ChunkId) -> tuple[SnapshotRecord | None, set[ChunkId]]:
         """The record, None when it is missing itself, and the chunks that are missing; its parent is none of its own.
         FormatError."""
+        self.roots.add(snapshot)
         raw = self._get(snapshot)
         if raw is None:
             return None, {snapshot}
@@ -139,6 +154,7 @@ class Marker:
 
     def block_image(self, root: ChunkId) -> set[ChunkId]:
         """The missing chunks of a block image. FormatError."""
+        self.roots.add(root)
         raw = self._get(root)
         if raw is None:
             return {root}
@@ -156,12 +172,12 @@ class Marker:
             raw = self._store.get(chunk)
         except (ChunkMissingError, ChunkCorruptError):
             return None
-        self.kept.add(chunk)
+        self._marks.add(chunk)
         return raw
 
     def _data(self, chunks: list[ChunkId]) -> list[ChunkId]:
         """Keep those that are there and return the others."""
-        absent = self._store.missing(chunk for chunk in chunks if chunk not in self.kept)
-        self.kept.update(chunks)
-        self.kept.difference_update(absent)
+        absent = self._store.absent(chunk for chunk in chunks if chunk not in self._marks)
+        lacking = frozenset(absent)
+        self._marks.update(chunk for chunk in chunks if chunk not in lacking)
         return absent

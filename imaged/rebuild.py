@@ -11,7 +11,9 @@ from imaged.errors import ChunkError, FormatError, StoreError
 from imaged.faults import store_faults
 from imaged.frame import Frame
 from imaged.ids import ChunkId
-from imaged.index import INDEX_NAME, LOCK_SUFFIX, Index, Location, PackRow
+from imaged.index import COLLECTIONS, INDEX_NAME, Index, Location, PackRow
+from imaged.indexfile import LOCK_SUFFIX
+from imaged.lease import Leases
 from imaged.nametable import NameTable, R
 from imaged.pack import (
     PACK_HEADER_BYTES,
@@ -55,6 +57,7 @@ def rebuild_index(root: Path) -> tuple[list[str], list[str]]:
             RefTable.restore(index, old.refs)
             SnapshotTable.restore(index, old.snapshots)
             OriginTable.restore(index, {**_origins(index, root, old), **old.origins})
+            _restore_epoch(index, root)
         finally:
             index.close()
         with store_faults("put the new index in place", root):
@@ -65,6 +68,13 @@ def rebuild_index(root: Path) -> tuple[list[str], list[str]]:
             RefTable.write_copy(root, old.refs)
             SnapshotTable.write_copy(root, old.snapshots)
     return errors, notes
+
+
+def _restore_epoch(index: Index, root: Path) -> None:
+    """Clients elsewhere still hold leases of the old index: what is condemned from now on must not be before them."""
+    epochs = [lease.epoch for lease in Leases(root, index).live() if lease.epoch is not None]
+    with index.write("restore the epoch") as txn:
+        index.raise_counter(txn, COLLECTIONS, max(epochs, default=0))
 
 
 def _old(root: Path, notes: list[str], errors: list[str]) -> Salvage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 from imaged.errors import FormatError
 from imaged.ids import ChunkId
 from imaged.record import ImageRecord
+from imaged.signature import SIGNATURE_LIMIT, Signature
 from imaged.snapshot import SnapshotRecord
 
 _NUMBER_LIMIT = 1 << 53
@@ -18,7 +20,11 @@ _NUMBER_LIMIT = 1 << 53
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteImage:
-    """An image as a server lists it. `name` is the server's full name, "" for an image asked for by id only."""
+    """An image as a server lists it. `name` is the server's full name, "" for an image asked for by id only.
+
+    `signatures` are what the server says they are: nothing was checked. `complete` unless the server says that it may
+    lack chunks of it.
+    """
 
     name: str
     id: ChunkId
@@ -27,6 +33,8 @@ class RemoteImage:
     chunks: int = 0
     stored_bytes: int = 0
     created_at: int = 0
+    signatures: tuple[Signature, ...] = ()
+    complete: bool = True
 
     @classmethod
     def parse(cls, document: Mapping[str, Any], record: ImageRecord | None = None) -> RemoteImage:
@@ -43,6 +51,8 @@ class RemoteImage:
                 chunks=int(document.get("chunks", 0)),
                 stored_bytes=int(document.get("stored_bytes", 0)),
                 created_at=int(document.get("created_at", 0)),
+                signatures=_signatures(document.get("signatures")),
+                complete=document.get("complete") is not False,
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise FormatError("image from the server", expected="name, id and record", found=repr(error)) from error
@@ -52,7 +62,7 @@ class RemoteImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteSnapshot:
-    """A snapshot as a server lists it."""
+    """A snapshot as a server lists it. `complete` unless the server says that it may lack chunks of it."""
 
     name: str
     id: ChunkId
@@ -60,6 +70,7 @@ class RemoteSnapshot:
     chunks: int = 0
     stored_bytes: int = 0
     created_at: int = 0
+    complete: bool = True
 
     @classmethod
     def parse(cls, document: Mapping[str, Any], record: SnapshotRecord | None = None) -> RemoteSnapshot:
@@ -75,11 +86,21 @@ class RemoteSnapshot:
                 chunks=int(document.get("chunks", 0)),
                 stored_bytes=int(document.get("stored_bytes", 0)),
                 created_at=int(document.get("created_at", 0)),
+                complete=document.get("complete") is not False,
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise FormatError("snapshot from the server", expected="name, id and record", found=repr(error)) from error
         _check("snapshot", snapshot)
         return snapshot
+
+
+def _signatures(documents: Any) -> tuple[Signature, ...]:
+    """Those that can be parsed: what another version of pVisor signs with is as good as no signature."""
+    found = []
+    for document in documents[:SIGNATURE_LIMIT] if isinstance(documents, list) else ():
+        with contextlib.suppress(FormatError):
+            found.append(Signature.parse(document))
+    return tuple(found)
 
 
 def _canonical(record: Any) -> bytes:
@@ -97,20 +118,24 @@ def _check(what: str, found: RemoteImage | RemoteSnapshot) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A conversion on the server. `state` is queued, running, done or failed; `image` is the result's
-    name, id and warnings."""
+    """A job on the server. `state` is queued, running, done, failed or cancelled; `image` is a conversion's name, id
+    and warnings, `report` what a collection did."""
 
     id: str
     state: str
     source: str
     progress: Mapping[str, Any]
+    kind: str = "convert"
+    name: str = ""
+    created_at: int = 0
     image: Mapping[str, Any] | None = None
+    report: Mapping[str, Any] | None = None
     error: str = ""
     hint: str = ""
 
     @property
     def finished(self) -> bool:
-        return self.state in ("done", "failed")
+        return self.state in ("done", "failed", "cancelled")
 
     @classmethod
     def parse(cls, document: Mapping[str, Any]) -> Job:
@@ -120,9 +145,17 @@ class Job:
                 state=str(document["state"]),
                 source=str(document["source"]),
                 progress=dict(document.get("progress") or {}),
-                image=document.get("image"),
+                kind=str(document.get("kind", "convert")),
+                name=str(document.get("name") or ""),
+                created_at=min(max(0, int(document.get("created_at", 0))), _NUMBER_LIMIT),
+                image=_object(document.get("image")),
+                report=_object(document.get("report")),
                 error=str(document.get("error", "")),
                 hint=str(document.get("hint", "")),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise FormatError("job from the server", expected="id, state and source", found=repr(error)) from error
+
+
+def _object(value: Any) -> Mapping[str, Any] | None:
+    return dict(value) if value is not None else None

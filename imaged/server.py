@@ -4,192 +4,187 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from aiohttp import web
 
-from imaged.chunkapi import BadUploadError, Blocking, ChunkApi
+from imaged.access import ACCESS, VIEWS, Access
+from imaged.blocking import Blocking
+from imaged.chunkapi import ChunkApi
+from imaged.chunkprotocol import FastPath
 from imaged.denser import Denser
-from imaged.errors import (
-    ChunkError,
-    FormatError,
-    InvalidNameError,
-    NameTakenError,
-    NotFoundError,
-    PvisorError,
-    StoreBusyError,
-    StoreError,
-    StoreFullError,
-    StoreReadOnlyError,
-)
-from imaged.imageapi import ImageApi, SourceRefusedError
+from imaged.eviction import Evictor
+from imaged.guard import Guard
+from imaged.httperrors import errors
+from imaged.ids import ChunkId
+from imaged.imageapi import ImageApi
+from imaged.jobapi import JobApi
+from imaged.jobprocess import Workers
 from imaged.jobs import Jobs
-from imaged.measure import IncompleteError
+from imaged.jobstore import DirectoryJobStore, JobStore
+from imaged.leaseapi import LeaseApi
+from imaged.listening import accepting, base_url, listen, until_stopped
+from imaged.logformat import configure
+from imaged.metrics import Metrics, Sources
 from imaged.openapi import document
+from imaged.operationsapi import OperationsApi
 from imaged.profileapi import ProfileApi
+from imaged.serveconfig import ServeOptions
 from imaged.snapshotapi import SnapshotApi
-from imaged.store import ChunkStore
+from imaged.store import MIRROR_NAME, ChunkStore
+from imaged.supervisor import supervise
+from imaged.through import Through
+from imaged.tls import ServerTls
+from imaged.tokens import TokenFile
+from imaged.traffic import Traffic
+from imaged.web.session import Sessions
+from imaged.web.site import Site
 
-log = logging.getLogger(__name__)
 _BODY_LIMIT_BYTES = 4 << 20
-_KEEPALIVE_S = 300.0
-_SHUTDOWN_S = 10.0
-_STATUS: tuple[tuple[type[PvisorError], int], ...] = (
-    (NotFoundError, 404),
-    (BadUploadError, 400),
-    (FormatError, 400),
-    (InvalidNameError, 400),
-    (IncompleteError, 409),
-    (NameTakenError, 409),
-    (SourceRefusedError, 403),
-    (StoreFullError, 507),
-    (StoreReadOnlyError, 403),
-    (StoreBusyError, 503),
-)
-"""The status of each error; the first that matches counts, anything else is 500."""
-_DAMAGED_HINT = "at the server: `pvisor image verify NAME` drops damaged chunks; then upload or convert the image again"
-_BROKEN_OFF = 499
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_WAITING_THREADS = 64
+"""For requests that wait for an upstream."""
 
 
-def serve(
-    store: Path,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 7878,
-    announce: Callable[[str], None],
-) -> None:
-    """Serve the store at `store` until SIGTERM or SIGINT; port 0 takes a free one, host "" is every address.
+def serve(options: ServeOptions, *, announce: Callable[[str], None]) -> None:
+    """Serve a store until SIGTERM or SIGINT.
 
-    `announce` gets the base URL once requests are accepted. On the signal there are no new connections, answers under
-    way get ten seconds, conversions are stopped. StoreError; PvisorError when the address is not free.
+    `announce` gets the base URL once requests are accepted. On the signal /readyz says no; after `drain_s` there are no
+    new connections, answers under way get ten seconds, conversions are stopped. StoreError; PvisorError when the
+    address is not free.
     """
-    with contextlib.closing(_listen(host, port)) as listener, ChunkStore.open(store) as opened:
-        asyncio.run(_serve(opened, listener, host, announce))
+    configure(options)
+    tls = options.tls_cert is not None
+    with contextlib.closing(listen(options.host, options.port)) as listener:
+        url = base_url(listener, options.host, tls=tls)
+        if options.workers > 1:
+            supervise(listener, options, announce=lambda: announce(url))
+        else:
+            serve_on(listener, options, announce=lambda: announce(url))
 
 
-async def _serve(store: ChunkStore, listener: socket.socket, host: str, announce: Callable[[str], None]) -> None:
+def serve_on(listener: socket.socket, options: ServeOptions, *, announce: Callable[[], None]) -> None:
+    """As `serve`, for one process, maybe of several that share a listening socket."""
+    tls = None
+    if options.tls_cert is not None and options.tls_key is not None:
+        tls = ServerTls(Path(options.tls_cert), Path(options.tls_key))
+    with ChunkStore.open(Path(options.store)) as opened:
+        asyncio.run(_serve(opened, options, listener, tls, announce))
+
+
+async def _serve(
+    store: ChunkStore,
+    options: ServeOptions,
+    listener: socket.socket,
+    tls: ServerTls | None,
+    announce: Callable[[], None],
+) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with application(store) as app:
-        runner = web.AppRunner(app, access_log=None, keepalive_timeout=_KEEPALIVE_S, shutdown_timeout=_SHUTDOWN_S)
-        await runner.setup()
-        try:
-            await web.SockSite(runner, listener).start()
-            address = listener.getsockname()
-            shown = host or address[0]
-            bracketed = f"[{shown}]" if ":" in shown else shown
-            announce(f"http://{bracketed}:{address[1]}")
-            await stop.wait()
-            app[_STOPPING].set()
-        finally:
-            await runner.cleanup()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A bound socket, so that the address is known, or refused, before anything else starts."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except (OSError, UnicodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not a host name"
-        raise PvisorError(f"can not listen on {host}:{port}: {why}", hint="such as 127.0.0.1:7878") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        raise PvisorError(
-            f"can not listen on {host}:{port}: {error.strerror}", hint="choose another with --listen"
-        ) from error
-    return listener
+    async with application(store, options) as app, accepting(app, listener, app[FAST], tls):
+        announce()
+        await until_stopped(stop, app[_OPERATIONS].stop, options.drain_s)
 
 
 @contextlib.asynccontextmanager
-async def application(store: ChunkStore) -> AsyncIterator[web.Application]:
+async def application(store: ChunkStore, options: ServeOptions | None = None) -> AsyncIterator[web.Application]:
     """The app over one store, with its thread pool and jobs."""
-    blocking, denser = Blocking(), Denser(store)
+    options = options or ServeOptions(store=str(store.root))
+    tokens = TokenFile(Path(options.token_file)) if options.token_file is not None else None
+    access = Access(tokens, store, rate_per_s=options.rate_limit)
+    blocking = Blocking(_WAITING_THREADS) if options.upstreams else Blocking()
+    denser, traffic, guard = Denser(store), Traffic(), Guard()
+    documents = _job_documents(store)
     try:
-        async with Jobs(store.root) as jobs:
-            chunks = ChunkApi(store, blocking)
+        async with (
+            caching(store, options) as through,
+            Jobs(store.root, documents, Workers(gc=options.gc_command)) as jobs,
+            Site(store, jobs, Sessions(store.root, access), blocking) as site,
+        ):
+            leases = LeaseApi(store, blocking)
+            chunks = ChunkApi(store, blocking, leases)
             images = ImageApi(store, jobs, chunks, blocking)
-            app = web.Application(middlewares=[_errors], client_max_size=_BODY_LIMIT_BYTES)
-            app[_STOPPING] = asyncio.Event()
-            app[_STORE], app[_BLOCKING] = store, blocking
+            app = web.Application(middlewares=[errors, access.middleware], client_max_size=_BODY_LIMIT_BYTES)
+            app[ACCESS] = access
+            if through is not None:
+                app[VIEWS] = through
+            fast = FastPath(
+                planner=store.planner(),
+                gate=access.fast,
+                traffic=traffic,
+                used=_used(store, through),
+                guard=guard,
+                head=FastPath.head_of(access.immutable),
+            )
+            sources = Sources(
+                store=store,
+                jobs=lambda: _states(documents),
+                leases=lambda: len(store.leases.live()),
+                cache=through.counters if through is not None else dict,
+            )
+            operations = OperationsApi(store, blocking, Metrics(sources, traffic, lambda: guard.open_connections))
+            app[FAST], app[_OPERATIONS] = fast, operations
             app.add_routes(chunks.routes())
             app.add_routes(images.routes())
+            app.add_routes(leases.routes())
+            app.add_routes(JobApi(jobs).routes())
+            app.add_routes(site.routes())
             app.add_routes(SnapshotApi(store, chunks, blocking).routes())
             app.add_routes(ProfileApi(store, blocking, denser).routes())
-            app.add_routes([web.get("/healthz", _healthz), web.get("/readyz", _readyz)])
+            app.add_routes(operations.routes())
             app.add_routes([web.get("/v1/openapi.json", _openapi)])
-            yield app
+            async with operations.reporting(), leases.running():
+                yield app
     finally:
         blocking.close()
         denser.close()
 
 
-_STOPPING = web.AppKey("stopping", asyncio.Event)
-_STORE = web.AppKey("store", ChunkStore)
-_BLOCKING = web.AppKey("blocking", Blocking)
+@contextlib.asynccontextmanager
+async def caching(store: ChunkStore, options: ServeOptions) -> AsyncIterator[Through | None]:
+    """What bounds the store, and what it is a cache of."""
+    with contextlib.ExitStack() as ends:
+        evictor = None
+        if options.cache_max_bytes is not None:
+            evictor = ends.enter_context(Evictor(store, options.cache_max_bytes))
+        yield ends.enter_context(Through(store, options.upstreams, evictor)) if options.upstreams else None
 
 
-@web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error as JSON {"error", "hint"}. An answer already begun is cut off instead, which a client notices."""
-    try:
-        return await handler(request)
-    except PvisorError as error:
-        status = next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
-        if isinstance(error, ChunkError):
-            log.error("%s %s: %s", request.method, request.path, error.message)
-            return _error(status, f"the server's own store is damaged: {error.message}", _DAMAGED_HINT)
-        if status >= 500 and not isinstance(error, StoreError):
-            log.error("%s %s: %s", request.method, request.path, error.message)
-        return _error(status, error.message, error.hint)
-    except web.RequestPayloadError as error:
-        return _error(400, f"request body: {error}", "send it whole, in the Content-Encoding that it states")
-    except web.HTTPException as error:
-        if error.status < 400:
-            raise
-        allowed = error.headers.get("Allow")
-        return _error(error.status, error.reason, "see /v1/openapi.json", {"Allow": allowed} if allowed else {})
-    except ConnectionError as error:
-        log.info("%s %s: broken off: %s", request.method, request.path, error)
-        if request.transport is not None:
-            request.transport.abort()
-        # Nobody gets this, but aiohttp answers an exception with a traceback in the log.
-        return web.Response(status=_BROKEN_OFF)
-    except asyncio.CancelledError:
-        raise
-    except Exception:
-        log.exception("%s %s", request.method, request.path)
-        return _error(500, "the server failed to answer", "its log says why")
+def _used(store: ChunkStore, through: Through | None) -> Callable[[Sequence[ChunkId]], None]:
+    """Who is to know what was answered without the store being asked."""
+    if through is None:
+        return store.uses.touch
+
+    def used(chunks: Sequence[ChunkId]) -> None:
+        store.uses.touch(chunks)
+        through.tally.count(hits=len(chunks))
+
+    return used
 
 
-def _error(status: int, message: str, hint: str, headers: dict[str, str] | None = None) -> web.Response:
-    body = {"error": message, "hint": hint}
-    return web.json_response(body, status=status, headers={"Cache-Control": "no-store", **(headers or {})})
+FAST = web.AppKey("fast", FastPath)
+"""What its connections share."""
+_OPERATIONS = web.AppKey("operations", OperationsApi)
 
 
-async def _healthz(request: web.Request) -> web.Response:
-    return web.Response(text="ok\n")
+def _job_documents(store: ChunkStore) -> JobStore:
+    """Of this host's server processes, or of all servers of the bucket that the store mirrors."""
+    local = DirectoryJobStore(store.root)
+    if not (store.root / MIRROR_NAME).exists():
+        return local
+    from imaged.s3.jobs import BucketJobStore
+    from imaged.s3.store import MirrorStore
+
+    return BucketJobStore(local, store.bucket.objects) if isinstance(store, MirrorStore) else local
 
 
-async def _readyz(request: web.Request) -> web.Response:
-    """Whether requests should come here: the store answers and the server is not stopping."""
-    if request.app[_STOPPING].is_set():
-        return _error(503, "the server is stopping", "")
-    await request.app[_BLOCKING].run(request.app[_STORE].df)
-    return web.Response(text="ok\n")
+def _states(documents: JobStore) -> Mapping[str, int]:
+    return Counter(str(job.state) for job in documents.all())
 
 
 async def _openapi(request: web.Request) -> web.Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from imaged.ids import ChunkId
 from imaged.names import snapshot_name
 from imaged.profile import Profile
 from imaged.progress import NoProgress, Progress
-from imaged.pull import fetch_all
+from imaged.pull import fetch_all, later, lease
 from imaged.reach import reachable_snapshot
 from imaged.record import ImageRecord
 from imaged.remote import RemoteSnapshot
@@ -43,46 +44,55 @@ def pull_snapshot(
     lazy: bool,
     progress: Progress | None = None,
     tally: Tally | None = None,
+    last: str = "",
 ) -> PulledSnapshot:
     """Resolve `name` (or an id) at the server and fetch the snapshot into the fetcher's store.
 
     Lazily: records, device state, the image's metadata, and the roots of memory, disk and files, all in one answer; the
     rest comes when it is read. Returns when these bytes are here; they become durable and the name is set in the
     background, `fetcher.drain()` waits for that. Otherwise every chunk is in the store, and the name set, on return.
+    `last` is the server that is believed to have all of what this one has in part, as a peer has.
     NotFoundError, UpstreamError, StoreError, ChunkMissingError when the server lacks a part of its own snapshot;
     NameTakenError when the name stands for another snapshot that only this host has.
     """
     tally = tally or Tally()
-    found, profile = _boot(fetcher, upstream, name, tally)
-    _replaceable(fetcher, found)
-    reader = fetcher.reader(found.record.memory, tally)
-    image = _begin(reader, found.record)
-    if lazy:
-        fetcher.keeper.after(lambda: _publish(fetcher, found, image, profile, upstream.url, upstream.url))
-    else:
-        fetcher.drain()
-        for root in (*found.record.block_images, image.metadata, image.data):
-            BlockImage.open(reader, root).preload()
-        chunks = list(reachable_snapshot(reader, found.id))
-        fetch_all(fetcher, upstream, chunks, found.stored_bytes, reader, progress or NoProgress())
-        _publish(fetcher, found, image, profile, "", upstream.url)
+    with ExitStack() as leased:
+        lease(fetcher, f"pulling snapshot {name}", leased, lazy=lazy)
+        found, profile, origin = _boot(fetcher, upstream, name, tally, last)
+        _replaceable(fetcher, found)
+        reader = fetcher.reader(found.record.memory, tally)
+        image = _begin(reader, found.record)
+        if lazy:
+            later(fetcher, leased, lambda: _publish(fetcher, found, image, profile, origin, origin))
+        else:
+            fetcher.drain()
+            for root in (*found.record.block_images, image.metadata, image.data):
+                BlockImage.open(reader, root).preload()
+            chunks = list(reachable_snapshot(reader, found.id))
+            fetch_all(fetcher, upstream, chunks, found.stored_bytes, reader, progress or NoProgress())
+            _publish(fetcher, found, image, profile, "", origin)
     return PulledSnapshot(found.id, found.record, found.name)
 
 
-def _boot(fetcher: Fetcher, upstream: HttpUpstream, name: str, tally: Tally) -> tuple[RemoteSnapshot, Profile | None]:
-    """The snapshot as the server has it; what it begins with is then in the fetcher, but for what broke off."""
+def _boot(
+    fetcher: Fetcher, upstream: HttpUpstream, name: str, tally: Tally, last: str
+) -> tuple[RemoteSnapshot, Profile | None, str]:
+    """The snapshot as the server has it, its profile, and who has all of it; what it begins with is then in the
+    fetcher, but for what broke off."""
     known = _known(fetcher, name)
     tally.count(requests=1)
     with upstream.boot_snapshot(name, known=known.id if known is not None else None) as stream:
         if stream is None:
             assert known is not None  # `HttpUpstream.boot_snapshot` says so
-            _remember(fetcher, known.record.block_images, upstream.url)
-            return known, None
+            origin = last or upstream.url
+            _remember(fetcher, known.record.block_images, origin)
+            return known, None, origin
         found = _named(stream.found, name, upstream.url)
-        _remember(fetcher, found.record.block_images, upstream.url)
+        origin = last if last and not found.complete else upstream.url
+        _remember(fetcher, found.record.block_images, origin)
         fetcher.admit(stream.record_frame, tally)
         admit_all(fetcher, stream.first, f"snapshot {name}", tally)
-        return found, stream.profile
+        return found, stream.profile, origin
 
 
 def _begin(reader: FetchingReader, record: SnapshotRecord) -> ImageRecord:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from imaged.errors import FormatError
 from imaged.ids import ChunkId
-from imaged.nametable import NameTable, row_key
+from imaged.nametable import NameTable, named, row_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +67,11 @@ class SnapshotTable(NameTable[SnapshotRef]):
     def parse_row(cls, document: Any) -> SnapshotRef:
         return SnapshotRef.from_json(document)
 
+    @named
     def replace(self, name: str, row: SnapshotRef, *, over: ChunkId | None) -> bool:
         """As `set`, but only when the name is free, or stands for the snapshot `over` or this one: whether it was."""
         self._before_change()
-        with self._index.write("set a name") as txn:
+        with self._write("set a name") as txn:
             held = self._index.get(self.TABLE, row_key(name), txn=txn)
             if held is not None and not self._is(name, held, {over, row.record}):
                 return False
@@ -86,6 +87,6 @@ class SnapshotTable(NameTable[SnapshotRef]):
     def complete(self, record: ChunkId) -> None:
         """Every chunk of this snapshot is here: its names need no server."""
         self._before_change()
-        with self._index.write("note that a snapshot is complete") as txn:
+        with self._write("note that a snapshot is complete") as txn:
             lazy = {name: ref for name, ref in self._items(txn) if ref.record == record and ref.origin}
             self._update(txn, {name: replace(ref, origin="") for name, ref in lazy.items()})

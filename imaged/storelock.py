@@ -1,7 +1,8 @@
-"""The lock of a store directory: everyone who has it open holds it shared, gc and rebuild hold it alone.
+"""The locks of a store directory: everyone who has it open holds `lock` shared, a rebuild holds it alone; who collects
+or evicts holds `gc.lock` alone, a check of the store holds that shared.
 
-It is a flock on `<root>/lock`, so a killed process leaves nothing behind. Who holds it is read from /proc/locks when a
-message needs it: no list of process ids can then be out of date.
+They are flocks, so a killed process leaves nothing behind. Who holds one is read from /proc/locks when a message needs
+it: no list of process ids can then be out of date.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from imaged.errors import StoreBusyError
+from imaged.errors import StoreBusyError, StoreReadOnlyError
 from imaged.faults import store_faults
 
 LOCK_NAME = "lock"
+COLLECTION_LOCK_NAME = "gc.lock"
 WAIT_S = 30.0
-"""How long opening a store waits for a collection or a rebuild to end."""
+"""How long opening a store waits for a rebuild to end, and a check for a collection."""
 _POLL_S = 0.05
 
 
@@ -34,13 +36,13 @@ class StoreLock:
         """Wait until no process holds it alone, at most `wait_s`; StoreBusyError names the holder then."""
         if readonly and not (root / LOCK_NAME).exists():
             return cls(-1)
-        fd = _open(root, readonly=readonly)
+        fd = _open(root / LOCK_NAME, readonly=readonly)
         deadline = time.monotonic() + wait_s
         while not _try(fd, fcntl.LOCK_SH):
             if time.monotonic() >= deadline:
                 who = _close_and_name_holders(fd)
                 raise StoreBusyError(
-                    f"store {root}: {who} has been collecting or rebuilding it for {wait_s:.0f} s",
+                    f"store {root}: {who} has been rebuilding it for {wait_s:.0f} s",
                     hint="try again when it has ended",
                 )
             time.sleep(_POLL_S)
@@ -49,7 +51,7 @@ class StoreLock:
     @classmethod
     def exclusive(cls, root: Path) -> Self:
         """Without waiting; StoreBusyError names the processes that have the store open."""
-        fd = _open(root, readonly=False)
+        fd = _open(root / LOCK_NAME, readonly=False)
         if not _try(fd, fcntl.LOCK_EX):
             who = _close_and_name_holders(fd)
             raise StoreBusyError(
@@ -70,9 +72,72 @@ class StoreLock:
         self.release()
 
 
-def _open(root: Path, *, readonly: bool) -> int:
-    with store_faults("open its lock", root):
-        return os.open(root / LOCK_NAME, os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT, 0o644)
+@dataclass(slots=True)
+class CollectionLock:
+    """The right to take chunks away, or to rely on nobody doing that (a context manager)."""
+
+    fd: int
+
+    @classmethod
+    def alone(cls, root: Path) -> Self:
+        """To take chunks away. Without waiting; StoreBusyError names who collects, evicts or checks."""
+        found = cls.alone_if_free(root)
+        if found is None:
+            raise _busy(root)
+        return found
+
+    @classmethod
+    def alone_if_free(cls, root: Path) -> Self | None:
+        """As `alone`, with None in place of the error."""
+        fd = _open(root / COLLECTION_LOCK_NAME, readonly=False)
+        if _try(fd, fcntl.LOCK_EX):
+            return cls(fd)
+        os.close(fd)
+        return None
+
+    @classmethod
+    def shared(cls, root: Path, *, wait_s: float = WAIT_S) -> Self:
+        """To see nothing taken away. Waits for a collection to end, at most `wait_s`; StoreBusyError names it then."""
+        path = root / COLLECTION_LOCK_NAME
+        try:
+            fd = _open(path, readonly=False)
+        except StoreReadOnlyError:
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return cls(-1)  # nobody can collect here
+            except OSError:
+                fd = -1
+            if fd < 0:
+                raise
+        deadline = time.monotonic() + wait_s
+        while not _try(fd, fcntl.LOCK_SH):
+            if time.monotonic() >= deadline:
+                os.close(fd)
+                raise _busy(root)
+            time.sleep(_POLL_S)
+        return cls(fd)
+
+    def release(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self.release()
+
+
+def _busy(root: Path) -> StoreBusyError:
+    who = _close_and_name_holders(_open(root / COLLECTION_LOCK_NAME, readonly=True))
+    return StoreBusyError(f"store {root}: {who} is collecting or checking it", hint="try again when it has ended")
+
+
+def _open(path: Path, *, readonly: bool) -> int:
+    with store_faults("open its lock", path.parent):
+        return os.open(path, (os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT) | os.O_CLOEXEC, 0o644)
 
 
 def _try(fd: int, operation: int) -> bool:

@@ -181,6 +181,7 @@ class Trips:
             self._retry,
             asked=partial(flights[0].owner.count, requests=1),
             heard=self._routes.note,
+            judged=self._routes.judge,
             settled=lambda chunk: batch[chunk].settled,
             fresh=hedge,
         )

@@ -10,8 +10,10 @@ import copy
 import itertools
 import json
 import logging
+import math
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,14 +21,16 @@ from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar
 from urllib.parse import quote
 
+from imaged.credentials import KNOWN, origin_of
 from imaged.errors import ChunkError, ChunkMissingError, FormatError, NotFoundError, UpstreamError
 from imaged.frame import HEADER_BYTES, Codec, Frame, FrameHeader
-from imaged.httppool import Answer, Call, ConnectionPool, HttpBrokenError
+from imaged.httppool import Answer, Call, ConnectionPool, HttpBrokenError, HttpCertificateError
 from imaged.ids import ChunkId
 from imaged.names import ImageName, snapshot_name
 from imaged.profile import Profile
 from imaged.record import ImageRecord
 from imaged.remote import Job, RemoteImage, RemoteSnapshot
+from imaged.signature import Signature, entity_tag
 from imaged.snapshot import SnapshotRecord
 
 BATCH_LIMIT = 4096
@@ -40,6 +44,8 @@ _AHEAD_LIMIT_S = 600.0
 """How long the parts of a boot answer may take, counted from its first byte; what did not come by then is asked for."""
 _MOST_FRAMES = sys.maxsize
 """What itertools takes: a count in a header may be any number."""
+VIA = "Pvisor-Via"
+"""The servers that a request came through, and that would ask it again if it came back to them."""
 _RETRY_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -59,12 +65,24 @@ class RetryPolicy:
         return max(random.uniform(grown / 2, grown), retry_after_s)
 
 
+class UpstreamRefusedError(UpstreamError):
+    """Something that this server does not do for us: its token, if there is one, is not for this."""
+
+
 class UpstreamRetryError(UpstreamError):
     """A failure that may pass: another attempt, here or at another server, is worth it."""
 
     def __init__(self, message: str, *, hint: str = "", retry_after_s: float = 0.0) -> None:
         super().__init__(message, hint=hint)
         self.retry_after_s = retry_after_s
+
+
+class UpstreamWrongError(UpstreamRetryError):
+    """Another chunk than the one that was asked for."""
+
+
+class UpstreamIncompleteError(UpstreamError):
+    """What was to be named, or its name, is not as the server needs it: status 409."""
 
 
 class HttpUpstream:
@@ -77,6 +95,10 @@ class HttpUpstream:
     def __init__(self, url: str, *, retry: RetryPolicy | None = None, timeout_s: float = 20.0) -> None:
         self.url = url.rstrip("/")
         self.retry = retry or RetryPolicy()
+        self.via = ""
+        self._lease = ""
+        self._silence_s = math.inf
+        self._origin = origin_of(self.url)
         self._pool = ConnectionPool(self.url, timeout_s=timeout_s)
 
     def __repr__(self) -> str:
@@ -85,10 +107,23 @@ class HttpUpstream:
     def close(self) -> None:
         self._pool.close()
 
-    def patient(self, retry: RetryPolicy) -> Self:
-        """The same server over the same connections, asked with another patience."""
+    def patient(self, retry: RetryPolicy, *, silence_s: float = math.inf) -> Self:
+        """The same server over the same connections, asked with another patience: `silence_s` is how long one that is
+        asked for an image or snapshot may say nothing."""
         other = copy.copy(self)
-        other.retry = retry
+        other.retry, other._silence_s = retry, silence_s
+        return other
+
+    def under(self, lease: str) -> Self:
+        """The same server, asked under a lease that it gave."""
+        other = copy.copy(self)
+        other._lease = lease
+        return other
+
+    def asked_via(self, via: str) -> Self:
+        """The same server, asked on behalf of clients of the servers in `via`: ids with commas (`imaged.through`)."""
+        other = copy.copy(self)
+        other.via = via
         return other
 
     def __enter__(self) -> Self:
@@ -144,7 +179,8 @@ class HttpUpstream:
                 frame = self._read_frame(answer)
                 if frame is None or frame.id != chunk:
                     found = "the end of the answer" if frame is None else f"a frame of {frame.id}"
-                    raise UpstreamRetryError(f"{self.url}: batch: expected chunk {chunk}, found {found}")
+                    kind_of = UpstreamRetryError if frame is None else UpstreamWrongError
+                    raise kind_of(f"{self.url}: batch: expected chunk {chunk}, found {found}")
                 yield frame
             answer.finish()
 
@@ -156,7 +192,7 @@ class HttpUpstream:
                 return Frame.missing(chunk)
             frame = self._read_frame(answer)
             if frame is None or frame.id != chunk:
-                raise UpstreamRetryError(f"{self.url}: asked for chunk {chunk}, got something else")
+                raise UpstreamWrongError(f"{self.url}: asked for chunk {chunk}, got something else")
             answer.finish()
             return frame
 
@@ -174,6 +210,24 @@ class HttpUpstream:
         body = b"".join(frame.pack() for frame in frames)
         self._json("PUT", "/v1/chunks", raw=body)
 
+    # Leases
+
+    def new_lease(self, holder: str, *, keeps: Sequence[ChunkId] | None = None, ttl_s: float) -> str:
+        """Its id: a lease for uploads, with `keeps` one that only keeps these. NotFoundError for a server that has no
+        leases."""
+        document = {"holder": holder[:200], "ttl_s": ttl_s, **_kept(keeps)}
+        lease = self._json("POST", "/v1/leases", document).get("id")
+        if not isinstance(lease, str):
+            raise UpstreamError(f"chunk server {self.url}: a lease without an id")
+        return lease
+
+    def renew_lease(self, lease: str, *, keeps: Sequence[ChunkId] | None = None, ttl_s: float) -> None:
+        """It lasts `ttl_s` from now, and keeps these. NotFoundError when it has ended."""
+        self._json("PUT", f"/v1/leases/{quote(lease, safe='')}", {"ttl_s": ttl_s, **_kept(keeps)})
+
+    def end_lease(self, lease: str) -> None:
+        self._json("DELETE", f"/v1/leases/{quote(lease, safe='')}")
+
     # Images, snapshots and jobs
 
     def images(self) -> list[RemoteImage]:
@@ -186,9 +240,10 @@ class HttpUpstream:
 
     @contextlib.contextmanager
     def boot(
-        self, name: str, *, known: ChunkId | None = None, ahead: bool = False
+        self, name: str, *, known: RemoteImage | None = None, ahead: bool = False
     ) -> Iterator[BootStream[RemoteImage] | None]:
-        """The image and, in the same answer, every small chunk a first mount needs. None: `known` is still current.
+        """The image and, in the same answer, every small chunk a first mount needs. None: `known` is still current,
+        and its signatures are.
 
         With `ahead` the chunks that the image's profile names follow. What a server sends without end breaks off.
         """
@@ -197,7 +252,8 @@ class HttpUpstream:
         def parse(document: Mapping[str, Any], record: bytes) -> RemoteImage:
             return RemoteImage.parse(document, ImageRecord.parse(record))
 
-        with self._boot(path, f"image {name}", "pvisor-image", parse, known) as stream:
+        tag = entity_tag(known.id, known.signatures) if known is not None else None
+        with self._boot(path, f"image {name}", "pvisor-image", parse, tag) as stream:
             yield stream
 
     @contextlib.contextmanager
@@ -208,7 +264,8 @@ class HttpUpstream:
         def parse(document: Mapping[str, Any], record: bytes) -> RemoteSnapshot:
             return RemoteSnapshot.parse(document, SnapshotRecord.parse(record))
 
-        with self._boot(path, f"snapshot {name}", "pvisor-snapshot", parse, known) as stream:
+        tag = entity_tag(known, ()) if known is not None else None
+        with self._boot(path, f"snapshot {name}", "pvisor-snapshot", parse, tag) as stream:
             yield stream
 
     @contextlib.contextmanager
@@ -218,21 +275,22 @@ class HttpUpstream:
         what: str,
         header: str,
         parse: Callable[[Mapping[str, Any], bytes], T],
-        known: ChunkId | None,
+        tag: str | None,
     ) -> Iterator[BootStream[T] | None]:
-        headers = {"If-None-Match": f'"{known}"'} if known is not None else {}
+        headers = {"If-None-Match": tag} if tag is not None else {}
         with contextlib.ExitStack() as stack:
             call = Call()
 
             def attempt() -> Answer:
                 nonlocal call
                 call = Call(longest_s=_FIRST_LIMIT_S)
-                return stack.enter_context(self._request("GET", path, headers=headers, call=call))
+                with self._given_up(call):
+                    return stack.enter_context(self._request("GET", path, headers=headers, call=call))
 
             # What breaks once there is an answer is the caller's to see.
             answer = self._retry(attempt)
             if answer.status == 304:
-                if known is None:
+                if tag is None:
                     raise UpstreamError(f"{self.url}: {what}: status 304, and nothing was said to be known")
                 answer.read(0)
                 yield None
@@ -252,6 +310,20 @@ class HttpUpstream:
             rest = self._rest(answer)
             first = itertools.islice(rest, min(max(0, count - 1), _MOST_FRAMES))
             yield BootStream(found, profile, frame, self._bounded(first, call), rest)
+
+    @contextlib.contextmanager
+    def _given_up(self, call: Call) -> Iterator[None]:
+        """End the call when its answer has not begun in time."""
+        if self._silence_s == math.inf:
+            yield
+            return
+        timer = threading.Timer(self._silence_s, call.cancel)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _bounded(self, frames: Iterator[Frame], call: Call) -> Iterator[Frame]:
         """The first part of a boot answer; then there is more time for what follows it."""
@@ -275,9 +347,11 @@ class HttpUpstream:
         while (frame := self._read_frame(answer)) is not None:
             yield frame
 
-    def publish(self, name: str, chunk: ChunkId) -> None:
-        """Name an image whose chunks are all at the server; UpstreamError says how many are not."""
-        self._json("PUT", _image_path(name), {"id": str(chunk)})
+    def publish(self, name: str, chunk: ChunkId, signatures: Sequence[Signature] = ()) -> None:
+        """Name an image whose chunks are all at the server; UpstreamError says how many are not. `signatures` are of
+        this name; those that the server has of the same image stay."""
+        signed = {"signatures": [signature.to_json() for signature in signatures]} if signatures else {}
+        self._json("PUT", _image_path(name), {"id": str(chunk), **signed})
 
     def snapshots(self) -> list[RemoteSnapshot]:
         """Those that can be parsed: what is not as this version knows it is left out, and logged."""
@@ -326,7 +400,29 @@ class HttpUpstream:
         return self.job(str(self._json("POST", "/v1/images", wanted).get("job", "")))
 
     def job(self, job: str) -> Job:
-        return Job.parse(self._json("GET", f"/v1/jobs/{quote(job, safe='', errors='backslashreplace')}"))
+        """NotFoundError."""
+        return Job.parse(self.job_document(job))
+
+    def job_document(self, job: str) -> dict[str, Any]:
+        """All that the server says of a job. NotFoundError."""
+        return self._json("GET", _job_path(job))
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """All that the server says of the jobs it remembers, the newest first."""
+        found = self._json("GET", "/v1/jobs").get("jobs")
+        return [job for job in found if isinstance(job, dict)] if isinstance(found, list) else []
+
+    def cancel_job(self, job: str) -> dict[str, Any]:
+        """End a job; what the server then says of it. NotFoundError, UpstreamError when it has ended another way."""
+        return self._json("DELETE", _job_path(job))
+
+    def remove_image(self, name: str) -> str:
+        """Take a name away, and say which it was. NotFoundError."""
+        return str(self._json("DELETE", _image_path(name)).get("removed", name))
+
+    def remove_snapshot(self, name: str) -> str:
+        """As `remove_image`."""
+        return str(self._json("DELETE", _snapshot_path(name)).get("removed", name))
 
     # Requests
 
@@ -366,6 +462,13 @@ class HttpUpstream:
     ) -> Iterator[Answer]:
         """One attempt. The connection goes back to the pool only when the whole answer was read."""
         sent = dict(headers or ())
+        if self.via:
+            sent[VIA] = self.via
+        if self._lease:
+            sent["Pvisor-Lease"] = self._lease
+        authorization = KNOWN.authorization(self._origin)
+        if authorization:
+            sent["Authorization"] = authorization
         if content_type:
             sent["Content-Type"] = content_type
         try:
@@ -376,7 +479,10 @@ class HttpUpstream:
         except HttpBrokenError as error:
             raise self._broken(error) from error
 
-    def _broken(self, error: HttpBrokenError) -> UpstreamRetryError:
+    def _broken(self, error: HttpBrokenError) -> UpstreamError:
+        if isinstance(error, HttpCertificateError):
+            hint = "SSL_CERT_FILE names a PEM file with the authority that signed it, if it is one of your own"
+            return UpstreamError(f"chunk server {self.url}: {error}", hint=hint)
         hint = "check its URL, that it is running, and that it can be reached from here"
         return UpstreamRetryError(f"chunk server {self.url}: {error}", hint=hint)
 
@@ -393,7 +499,10 @@ class HttpUpstream:
             raise UpstreamRetryError(f"chunk server {self.url}: {message}", hint=hint, retry_after_s=wait_s)
         if answer.status == 404:
             raise NotFoundError(f"chunk server {self.url}: {message}", hint=hint)
-        raise UpstreamError(f"chunk server {self.url}: {message}", hint=hint)
+        if answer.status == 409:
+            raise UpstreamIncompleteError(f"chunk server {self.url}: {message}", hint=hint)
+        kind = UpstreamRefusedError if answer.status == 403 else UpstreamError
+        raise kind(f"chunk server {self.url}: {message}", hint=hint)
 
     def _retry(self, attempt: Callable[[], T]) -> T:
         """What `attempt` gives, tried again while it may still succeed and time is left."""
@@ -435,10 +544,18 @@ class HttpUpstream:
         time.sleep(wait_s)
 
 
+def _kept(keeps: Sequence[ChunkId] | None) -> dict[str, list[str]]:
+    return {} if keeps is None else {"keeps": [str(record) for record in keeps]}
+
+
 def _image_path(name: str) -> str:
     """Where the server has the image of this name or id. InvalidNameError when it can be neither."""
     ImageName.parse(name)
     return f"/v1/images/{quote(name, safe='/:')}"
+
+
+def _job_path(job: str) -> str:
+    return f"/v1/jobs/{quote(job, safe='', errors='backslashreplace')}"
 
 
 def _snapshot_path(name: str) -> str:

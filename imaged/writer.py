@@ -23,13 +23,15 @@ log = logging.getLogger(__name__)
 
 
 class _Batch:
-    """Chunks (id, bytes, zstd level) on their way to a pack; `frames` are those compressed but not yet appended."""
+    """Chunks (id, bytes, zstd level) on their way to a pack; `frames` are those compressed but not yet appended, `anew`
+    the ids of those that take the place of one that is there."""
 
-    __slots__ = ("chunks", "frames", "size_bytes")
+    __slots__ = ("anew", "chunks", "frames", "size_bytes")
 
     def __init__(self) -> None:
         self.chunks: list[tuple[ChunkId, bytes, int]] = []
         self.frames: list[Frame] = []
+        self.anew: set[ChunkId] = set()
         self.size_bytes = 0
 
     def compress(self) -> None:
@@ -71,8 +73,9 @@ class Writer:
         """A chunk that is not committed yet. Ask here before the index: a chunk leaves only after it is there."""
         return self._queued.get(chunk) or self._appender.pending.get(chunk)
 
-    def add(self, chunk: ChunkId, data: bytes, level: int) -> None:
-        """Accept a chunk that is neither pending nor in the index, to be compressed so; waits when much is queued."""
+    def add(self, chunk: ChunkId, data: bytes, level: int, *, anew: bool = False) -> None:
+        """Accept a chunk that is neither pending nor in the index, to be compressed so; waits when much is queued. With
+        `anew` it may be both."""
         if self._failure is not None:
             self._try_again()
         with self._state:
@@ -80,7 +83,9 @@ class Writer:
                 self._state.wait(COMMIT_S)
                 if self._failure is not None:
                     raise _again(self._failure)
-            if self.find(chunk) is not None:
+            if anew:
+                self._batch.anew.add(chunk)
+            elif self.find(chunk) is not None:
                 return
             self._start()
             self._queued[chunk] = data
@@ -90,13 +95,13 @@ class Writer:
             if self._batch.size_bytes >= BATCH_BYTES:
                 self._hand_over()
 
-    def add_frame(self, frame: Frame) -> None:
-        """Append a verified frame as it is, in the caller's thread."""
+    def add_frame(self, frame: Frame, *, anew: bool = False) -> None:
+        """Append a verified frame as it is, in the caller's thread. With `anew` it takes the chunk's place."""
         if self._failure is not None:
             self._try_again()
         with self._state:
             self._start()
-        self._appender.append(frame)
+        self._appender.append(frame, anew=anew)
         if self._appender.uncommitted_bytes >= COMMIT_BYTES:
             self._wake.set()
 
@@ -118,6 +123,16 @@ class Writer:
         except StoreError as error:
             self._failure = error
             raise
+
+    def seal(self) -> None:
+        """As `flush`, and the packs written so far are full: nothing is added to them any more."""
+        self.drain()
+        self._appender.seal()
+        self.flush()
+
+    def wrote(self, pack: int) -> bool:
+        """Whether this process added to that pack."""
+        return pack in self._appender.numbers
 
     def close(self) -> None:
         """Flush, unless only the caller does, and stop; the threads end and the pack is let go in any case."""
@@ -183,7 +198,7 @@ class Writer:
         try:
             while batch.frames:
                 frame = batch.frames[-1]
-                self._appender.append(frame)
+                self._appender.append(frame, anew=frame.id in batch.anew)
                 self._queued.pop(frame.id, None)
                 batch.frames.pop()
         finally:

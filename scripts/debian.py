@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
+import os
 import random
 import shutil
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 CACHE = Path(__file__).resolve().parent.parent / ".demo"
@@ -21,11 +24,10 @@ def debian_layout(name: str = "minbase", packages: Sequence[str] = (), script: s
     `script` is run by a shell in the finished root.
     """
     layout = CACHE / name
-    if layout.exists():
-        return layout
-    CACHE.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
-        tar, fresh = Path(scratch) / "root.tar", Path(scratch) / "layout"
+    with _making(layout) as scratch:
+        if scratch is None:
+            return layout
+        tar, fresh = scratch / "root.tar", scratch / "layout"
         image = f"{fresh}:{TAG}"
         more = [f"--include={','.join(packages)}"] if packages else []
         if script:
@@ -45,11 +47,11 @@ def debian_layout(name: str = "minbase", packages: Sequence[str] = (), script: s
 def debian_variant(name: str, number: int) -> Path:
     """minbase and a layer on top with 1 MiB of noise in /srv/data; the same for the same number."""
     layout = CACHE / name
-    if layout.exists():
-        return layout
     base = debian_layout()
-    with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
-        tar, fresh = Path(scratch) / "layer.tar", Path(scratch) / "layout"
+    with _making(layout) as scratch:
+        if scratch is None:
+            return layout
+        tar, fresh = scratch / "layer.tar", scratch / "layout"
         shutil.copytree(base, fresh)
         entry = tarfile.TarInfo("srv/data")
         entry.size = 1 << 20
@@ -59,3 +61,20 @@ def debian_variant(name: str, number: int) -> Path:
         subprocess.run(argv, check=True, stdin=subprocess.DEVNULL)
         fresh.rename(layout)
     return layout
+
+
+@contextlib.contextmanager
+def _making(layout: Path) -> Iterator[Path | None]:
+    """A scratch directory to make it in; None when it is there. Processes that want it at once wait for the first."""
+    CACHE.mkdir(exist_ok=True)
+    lock = os.open(layout.with_name(f"{layout.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if not layout.exists():
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if layout.exists():
+            yield None
+            return
+        with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+            yield Path(scratch)
+    finally:
+        os.close(lock)

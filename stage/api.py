@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
 
 from fuse.node import open_image
+from imaged import calls
+from imaged.calls import Stream
 from imaged.config import Config
-from imaged.names import ImageName
 from stage.boundary.streams import Collect, Streams
 from stage.boundary.supervise import usable
 from stage.errors import ArgumentError, StageTimeoutError
 from stage.kept.stages import Stages
-from stage.options import Network, RunOptions, is_number
+from stage.options import Network, RunOptions
 from stage.session import run_image
-
-Stream = int | IO[Any] | None
-# Waits of the kernel and of Python take about this much.
-_LONGEST_S = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,21 +65,20 @@ def run(
     not exist or can not be executed, StageTimeoutError, and StageSetupError, MountError or another PvisorError when
     nothing was started; of these, ArgumentError is a ValueError as well.
     """
-    if not isinstance(image, str):
-        raise ArgumentError(f"image {image!r} is no text", hint="give a name or an id as a str")
-    ImageName.parse(image)  # a bad name is wrong usage; the daemon could only say that it failed
-    if capture_output and (stdout is not None or stderr is not None):
-        raise ArgumentError("capture_output goes with neither stdout nor stderr")
-    if input is not None and stdin is not None:
-        raise ArgumentError("input goes without stdin")
-    if input is not None and not isinstance(input, bytes | bytearray | memoryview):
-        raise ArgumentError(f"input is {type(input).__name__}, not bytes", hint="encode text first")
-    if timeout_s is not None and not (is_number(timeout_s) and 0 <= timeout_s <= _LONGEST_S):
-        raise ArgumentError(f"timeout_s {timeout_s!r} is no time", hint=f"give seconds, 0 to {_LONGEST_S:.0f}, or None")
-    argv = _words(argv)
+    image = calls.image_name(image, ArgumentError)
+    calls.check_streams(
+        input=input,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        capture_output=capture_output,
+        refusal=ArgumentError,
+    )
+    timeout_s = calls.seconds(timeout_s, ArgumentError)
+    argv = calls.words(argv, ArgumentError)
     options = RunOptions(
         workspace=_directory(workspace),
-        env=_variables(env if env is not None else {}),
+        env=calls.variables(env, ArgumentError),
         workdir=workdir,
         user=user,
         net=net,
@@ -92,7 +87,9 @@ def run(
         pids=pids,
     )
     streams = Streams(
-        stdin=_descriptor(stdin), stdout=_descriptor(stdout, usable(1)), stderr=_descriptor(stderr, usable(2))
+        stdin=calls.descriptor(stdin, ArgumentError),
+        stdout=calls.descriptor(stdout, ArgumentError, usable(1)),
+        stderr=calls.descriptor(stderr, ArgumentError, usable(2)),
     )
     config = config or Config.resolve(server=server)
     opened = open_image(config, image, server=server or config.server, start=True)
@@ -122,29 +119,6 @@ def drop(stage: str, *, force: bool = False, config: Config | None = None) -> No
     stages.drop(stage)
 
 
-def _words(argv: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(argv, str | bytes):
-        raise ArgumentError(f"argv {argv!r} is one word, not a list", hint="give a list, such as ['sh', '-c', 'a | b']")
-    if not isinstance(argv, Iterable):
-        raise ArgumentError(f"argv {argv!r} is no list", hint="give a list of str")
-    argv = tuple(argv)
-    for word in argv:
-        if not isinstance(word, str):
-            raise ArgumentError(f"argv has {word!r}, which is no text", hint="give str; os.fsdecode makes one of bytes")
-    return argv
-
-
-def _variables(env: Mapping[str, str]) -> tuple[str, ...]:
-    if not isinstance(env, Mapping):
-        raise ArgumentError(f"env is {type(env).__name__}, not a mapping", hint="give a dict of names and values")
-    for name, value in env.items():
-        if not isinstance(name, str) or not isinstance(value, str):
-            raise ArgumentError(f"env has {name!r}: {value!r}, which is no text", hint="give names and values as str")
-        if not name or "=" in name:
-            raise ArgumentError(f"env has {name!r}, which no variable can be called")
-    return tuple(f"{name}={value}" for name, value in env.items())
-
-
 def _directory(given: str | os.PathLike[str] | None) -> Path | None:
     """An empty one would be the current directory: what an unset variable of the caller's does not mean."""
     if given is None:
@@ -156,15 +130,6 @@ def _directory(given: str | os.PathLike[str] | None) -> Path | None:
     if not os.fspath(given) or "\0" in str(path):
         raise ArgumentError(f"workspace {given!r} is no directory", hint="give . for the current one")
     return path
-
-
-def _descriptor(given: Stream, default: int | None = None) -> int | None:
-    if given is None:
-        return default
-    try:
-        return given if isinstance(given, int) else given.fileno()
-    except (AttributeError, OSError, ValueError) as error:  # text, an io.BytesIO, or a file that is closed
-        raise ArgumentError(f"{given!r} has no descriptor", hint="give an open file, or capture_output=True") from error
 
 
 def _data(outputs: Sequence[Collect]) -> tuple[bytes, bytes]:

@@ -1,4 +1,8 @@
-"""What this host can test is said in the header; what it can not is skipped with the reason, never in silence."""
+"""What this host can test is said in the header; what it can not is skipped with the reason, never in silence.
+
+Tests run in several processes at once (`make test`), the tests of a file in one of them. Every test has directories,
+ports, mounts and daemons of its own; what measures time closely, or changes the whole host, is marked `alone`.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,16 @@ from pathlib import Path
 
 import pytest
 
+from fuse import linux
+from tests.support.turns import Turns
+
 PROGRAMS = {
     "root": ("mount", "umount"),
     "fuse": ("fusermount3",),
     "network": ("docker-registry", "skopeo"),
+    "browser": ("chromium", "chromedriver"),
     "qemu": ("qemu-system-x86_64", "busybox", "getfattr"),
+    "s3": ("swift-proxy-server", "swift-account-server", "swift-container-server", "swift-object-server", "memcached"),
 }
 
 
@@ -29,6 +38,13 @@ def missing(marker: str) -> str:
     if marker == "fuse" and not Path("/dev/fuse").exists():
         return "no /dev/fuse"
     return ""
+
+
+def pytest_configure() -> None:
+    """A worker has a mount namespace of its own: processes of the others keep none of its mounts in use."""
+    if "PYTEST_XDIST_WORKER" in os.environ and os.geteuid() == 0:
+        linux.unshare(linux.CLONE_NEWNS)
+        linux.mount("", "/", "", linux.MS_REC | linux.MS_PRIVATE)
 
 
 def pytest_report_header() -> str:
@@ -46,7 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No test sees this host's pVisor settings or registry credentials, nor its state."""
-    for name in [name for name in os.environ if name.startswith("PVISOR_")]:
+    for name in [name for name in os.environ if name.startswith(("PVISOR_", "AWS_"))]:
         monkeypatch.delenv(name)
     empty = tmp_path_factory.getbasetemp() / "nowhere"
     empty.mkdir(exist_ok=True)
@@ -58,10 +74,24 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.
     yield
 
 
+@pytest.fixture(scope="session")
+def turns(tmp_path_factory: pytest.TempPathFactory) -> Turns:
+    base = tmp_path_factory.getbasetemp()
+    return Turns(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)  # a worker's own is below the run's
+
+
+@pytest.fixture(autouse=True)
+def turn(request: pytest.FixtureRequest, turns: Turns) -> Iterator[None]:
+    """No other process runs a test while one that is marked `alone` runs."""
+    wanted = turns.alone() if request.node.get_closest_marker("alone") else turns.among_others()
+    with wanted:
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_stays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What a failed test left mounted or running below this session's directory does not outlive the session."""
-    base = str(tmp_path_factory.getbasetemp())
+    base = f"{tmp_path_factory.getbasetemp()}/"
     yield
     for process in Path("/proc").glob("[0-9]*"):
         try:

@@ -2,13 +2,13 @@
 
     import vmm
 
-    machine = vmm.start("debian:12")
-    machine.exec(["sh", "-c", "echo work > /root/file"])
-    machine.park()
-    for child in machine.fork(4):
+    vm = vmm.start("debian:12")
+    vm.exec(["sh", "-c", "echo work > /root/file"])
+    vm.park()
+    for child in vm.fork(4):
         print(child.name, child.exec(["cat", "/root/file"], capture_output=True).stdout)
         child.remove()
-    machine.remove()
+    vm.remove()
 
 Names are imported on first use: `import vmm` costs nothing. No module of this package may have the name of a function
 here, because importing it would replace the function.

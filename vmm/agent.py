@@ -20,13 +20,17 @@ from typing import NamedTuple
 from vmm import agentproto
 from vmm.agentlink import AgentLink
 from vmm.agentproto import PAYLOAD_MAX, STDIN_WINDOW, Frame, Kind
+from vmm.control import Control
 from vmm.errors import NOT_EXECUTABLE, NOT_FOUND, AgentError, AgentTimeoutError, VmCommandError, VmSetupError
 
 ANSWER_TIMEOUT_S = 60.0
 """How long a question that takes the agent no time may wait: a VM can be paused while it is captured."""
 _ENTROPY_BYTES = 64
 _INPUT_PIECE = 65536
-_CONTROL = struct.Struct(">c 2H")
+_EXHAUSTED = (
+    "the guest has no memory or no process ids left: `pvisor vm ps` lists what runs, `pvisor vm kill` ends it; or boot "
+    "one with more --memory"
+)
 
 
 class Ended(NamedTuple):
@@ -42,46 +46,13 @@ class Ended(NamedTuple):
         return self.code if self.code is not None else 128 + (self.signal or 0)
 
 
-class Control:
-    """Signals and window sizes for a running `execute`; may be used from signal handlers and other threads."""
+class GuestProcess(NamedTuple):
+    """A process in a guest. `followed`: it is a command whose caller is there. `age_s` is in the guest's own time."""
 
-    def __init__(self) -> None:
-        self._source, self._target = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-
-    def signal(self, number: int) -> None:
-        """Sends it to the process group of the job (with a terminal, to the group in front)."""
-        self._put(_CONTROL.pack(b"s", number, 0))
-
-    def window(self, rows: int, columns: int) -> None:
-        """The terminal has this size now."""
-        self._put(_CONTROL.pack(b"w", rows, columns))
-
-    def _put(self, message: bytes) -> None:
-        try:
-            os.write(self._target, message)
-        except BlockingIOError as error:
-            raise AgentError("13,000 signals wait for a guest that does not take them") from error
-
-    def fileno(self) -> int:
-        return self._source
-
-    def take(self) -> list[tuple[bytes, int, int]]:
-        """What was put since the last time: (b"s", number, 0) or (b"w", rows, columns)."""
-        try:
-            data = os.read(self._source, _CONTROL.size * 256)  # a pipe's writes of this size are atomic
-        except BlockingIOError:
-            return []
-        return list(_CONTROL.iter_unpack(data))
-
-    def close(self) -> None:
-        os.close(self._source)
-        os.close(self._target)
-
-    def __enter__(self) -> Control:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+    pid: int
+    followed: bool
+    age_s: float
+    argv: tuple[str, ...]
 
 
 class Agent:
@@ -91,13 +62,23 @@ class Agent:
         self._link = link
 
     @classmethod
-    def connect(cls, run_dir: Path, *, timeout_s: float = 30.0) -> Agent:
+    def connect(
+        cls,
+        run_dir: Path,
+        *,
+        timeout_s: float = 30.0,
+        control: bool = False,
+        waiting: Callable[[], None] | None = None,
+    ) -> Agent:
         """Takes a free port (`agent-N.sock` in `run_dir`) and waits until the agent answers on it.
+
+        `control` is for what is no command: it has a port of its own. `waiting` is called from time to time while the
+        agent does not answer; what it raises ends that.
 
         AgentBusyError when no port became free in the time, AgentTimeoutError when the agent did not answer (the guest
         still boots, is paused or hangs), AgentError when no QEMU listens or it ended meanwhile.
         """
-        return cls(AgentLink.open(run_dir, timeout_s=timeout_s))
+        return cls(AgentLink.open(run_dir, timeout_s=timeout_s, control=control, waiting=waiting))
 
     def close(self) -> None:
         self._link.close()
@@ -226,6 +207,21 @@ class Agent:
         self._link.send(Kind.HOLD, b"")
         return _texts(self._answer(Kind.DONE, timeout_s))
 
+    def processes(self, *, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[GuestProcess, ...]:
+        """What commands have started and what that has started, as far as it lives. AgentError."""
+        self._link.send(Kind.LIST, b"")
+        found = []
+        for tag, value in agentproto.parse_fields(self._answer(Kind.DONE, timeout_s)):
+            if tag == b"p":
+                found.append(GuestProcess(*agentproto.process(value)))
+        return tuple(found)
+
+    def kill(self, pid: int, signal: int, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        """Send a signal to one of `processes`, and where it is a command to all of its group. VmSetupError when it is
+        none of them."""
+        self._request(Kind.KILL, [(b"p", str(pid).encode()), (b"s", str(signal).encode())])
+        self._answer(Kind.DONE, timeout_s)
+
     def shutdown(self, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
         """Makes the guest's init end all processes, unmount the disks and power off; QEMU ends when that is done.
 
@@ -292,7 +288,7 @@ class Agent:
         code, text = agentproto.refused(frame.payload)
         if code in (NOT_EXECUTABLE, NOT_FOUND):
             return VmCommandError(text, exit_code=code)
-        return VmSetupError(text)
+        return VmSetupError(text, hint=_EXHAUSTED if text.startswith(("fork: ", "clone3: ")) else "")
 
 
 class _Input:

@@ -13,18 +13,22 @@ import socket
 import struct
 import termios
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fuse import protocol
 from imaged.errors import FormatError
 from vmm import agentproto
-from vmm.agentproto import PORT_COUNT, Frame, Incoming, Kind
+from vmm.agentproto import COMMAND_PORT_COUNT, PORT_COUNT, Frame, Incoming, Kind
 from vmm.errors import AgentBusyError, AgentError, AgentTimeoutError
 
 _PORT_POLL_S = 0.02
+_COMMAND_PORTS = range(COMMAND_PORT_COUNT)
+_CONTROL_PORTS = (*range(COMMAND_PORT_COUNT, PORT_COUNT), *_COMMAND_PORTS)
 _GREETING_AGAIN_S = 0.3
 _RECEIVE_BYTES = 1 << 18
+_LONGEST_S = 1e6
+"""A wait of more milliseconds than an int has is two."""
 _HINT_CONSOLE = "the guest may still boot, be paused or hang: see pvisor vm ls and pvisor vm console"
 
 
@@ -40,13 +44,15 @@ class AgentLink:
         self.ready: set[int] = set()
 
     @classmethod
-    def open(cls, run_dir: Path, *, timeout_s: float) -> AgentLink:
+    def open(
+        cls, run_dir: Path, *, timeout_s: float, control: bool = False, waiting: Callable[[], None] | None = None
+    ) -> AgentLink:
         """See `Agent.connect`."""
         until = time.monotonic() + timeout_s
-        connection, lock = _take_port(run_dir, until, timeout_s)
+        connection, lock = _take_port(run_dir, until, timeout_s, _CONTROL_PORTS if control else _COMMAND_PORTS)
         link = cls(connection, lock, agentproto.new_nonce())
         try:
-            link._greet(until, timeout_s)
+            link._greet(until, timeout_s, waiting)
         except BaseException:
             link.close()
             raise
@@ -74,7 +80,7 @@ class AgentLink:
         for descriptor, events in watched.items():
             self._poll.register(descriptor, events)
         try:
-            happened = dict(self._poll.poll(None if wait_s is None else max(0.0, wait_s) * 1000))
+            happened = dict(self._poll.poll(None if wait_s is None else min(max(0.0, wait_s), _LONGEST_S) * 1000))
         finally:
             for descriptor in watched:
                 self._poll.unregister(descriptor)
@@ -115,7 +121,7 @@ class AgentLink:
         except FormatError as error:
             raise AgentError(error.message, hint="the session with the guest is broken; try again") from error
 
-    def _greet(self, until: float, timeout_s: float) -> None:
+    def _greet(self, until: float, timeout_s: float, waiting: Callable[[], None] | None) -> None:
         """HELLO, again as long as the guest takes it and does not answer, until WELCOME.
 
         The agent may be waiting for the rest of a frame that a killed client began: zeros fill it up.
@@ -129,6 +135,8 @@ class AgentLink:
             if now >= until:
                 raise AgentTimeoutError(f"the agent in the guest did not answer in {timeout_s:g} s", hint=_HINT_CONSOLE)
             if now >= again:
+                if waiting is not None:
+                    waiting()
                 if not self._outgoing and self._untaken_bytes() == 0:
                     self._outgoing += bytes(agentproto.FRAME_BYTES) + greeting
                     self._flush()
@@ -154,17 +162,26 @@ def _gone() -> AgentError:
     )
 
 
-def _take_port(run_dir: Path, until: float, timeout_s: float) -> tuple[socket.socket, int]:
-    """A connection to the first free port, and its lock."""
+def _take_port(run_dir: Path, until: float, timeout_s: float, numbers: Sequence[int]) -> tuple[socket.socket, int]:
+    """A connection to the first free port of these, and its lock. A port whose socket is gone is not one."""
     while True:
-        for number in range(PORT_COUNT):
-            taken = _try_port(run_dir / f"agent-{number}.sock")
+        absent: AgentError | None = None
+        busy = False
+        for number in numbers:
+            try:
+                taken = _try_port(run_dir / f"agent-{number}.sock")
+            except AgentError as error:
+                absent = absent or error
+                continue
             if taken is not None:
                 return taken
+            busy = True
+        if absent is not None and not busy:
+            raise absent
         if time.monotonic() >= until:
             raise AgentBusyError(
-                f"all {PORT_COUNT} agent ports of the guest are in use, and none became free in {timeout_s:g} s",
-                hint="wait for a running pvisor vm exec to end",
+                f"{len(numbers)} commands run in the guest at once, and none ended in {timeout_s:g} s",
+                hint="wait for a running `pvisor vm exec` to end; `pvisor vm ps` lists what runs",
             )
         time.sleep(_PORT_POLL_S)
 

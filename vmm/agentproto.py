@@ -16,8 +16,10 @@ from typing import NamedTuple
 from imaged.errors import FormatError
 
 VERSION = 1
-PORT_COUNT = 8
-"""A guest's ports, and so the sessions with its agent at once: virtio-serial ports `pvisor.agent.0` and on."""
+COMMAND_PORT_COUNT = 8
+"""Commands that run at once: each has a session, and a session a port of the guest, `pvisor.agent.0` and on."""
+PORT_COUNT = COMMAND_PORT_COUNT + 1
+"""With the last, on which pVisor itself speaks with the agent, whatever commands run."""
 NONCE_BYTES = 8
 HELLO_MAGIC = b"\0\0\0\0pVisor hello"
 WELCOME_MAGIC = b"\0\0\0\0pVisor agent"
@@ -36,6 +38,7 @@ REQUEST_MAX = 16 << 20
 _FIELD = struct.Struct(">c I")
 _ENDED = struct.Struct(">3B")
 _CREDIT = struct.Struct(">I")
+_PROCESS = struct.Struct(">I ? Q")
 _WINDOW = struct.Struct(">2H")
 
 
@@ -52,6 +55,8 @@ class Kind(IntEnum):
     IDENTIFY = 8
     SHUTDOWN = 9
     HOLD = 10
+    LIST = 11
+    KILL = 12
     PONG = 0x41
     STARTED = 0x42
     STDOUT = 0x43
@@ -116,6 +121,15 @@ def ended(payload: bytes) -> tuple[int, int, bool]:
     """Payload of ENDED: exit code, signal (0: none), whether the timeout ended it."""
     code, signal, timed_out = _whole(_ENDED, payload, "end of a job")
     return code, signal, bool(timed_out)
+
+
+def process(value: bytes) -> tuple[int, bool, float, tuple[str, ...]]:
+    """A field of the answer to LIST: process id, whether a session follows it, its age in seconds, and its words."""
+    if len(value) < _PROCESS.size:
+        raise FormatError("a process of the guest", expected=f"{_PROCESS.size} bytes", found=str(len(value)))
+    pid, followed, age_ms = _PROCESS.unpack_from(value)
+    words = value[_PROCESS.size :].removesuffix(b"\0")
+    return pid, bool(followed), age_ms / 1000, tuple(text(word) for word in words.split(b"\0"))
 
 
 def refused(payload: bytes) -> tuple[int, str]:

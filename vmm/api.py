@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
+from imaged import calls
+from imaged.calls import Stream
 from imaged.config import Config
-from imaged.names import ImageName
 from imaged.progress import Progress
 from vmm.errors import VmArgumentError, VmTimeoutError
 from vmm.vms import Vms
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from vmm.parking import Parked
     from vmm.survey import VmStatus
 
-Stream = int | IO[Any] | None
 DEFAULT_MEMORY_BYTES = 512 << 20
 
 
@@ -62,14 +61,13 @@ class Vm:
         can not be executed (126), VmTimeoutError, VmInterruptedError when the VM was parked or ended meanwhile.
         """
         config = Vms(self.config).get(self.name).image_config
-        options = WorkloadOptions(env=_variables(env), workdir=workdir, user=user)
-        workload = resolve(config, _words(argv), options, entrypoint=False)
-        return _execute(
-            self,
-            workload,
-            _Streams(input=input, stdin=stdin, stdout=stdout, stderr=stderr, capture_output=capture_output),
-            timeout_s,
-        )
+        words = calls.words(argv, VmArgumentError)
+        if not words:
+            raise VmArgumentError("argv is empty", hint="give a program and its arguments")
+        options = WorkloadOptions(env=calls.variables(env, VmArgumentError), workdir=workdir, user=user)
+        streams = _Streams(input=input, stdin=stdin, stdout=stdout, stderr=stderr, capture_output=capture_output)
+        timeout_s = calls.seconds(timeout_s, VmArgumentError)
+        return _execute(self, resolve(config, words, options, entrypoint=False), streams, timeout_s)
 
     def park(self, snapshot: str | None = None, *, progress: Progress | None = None) -> Parked:
         """Write the VM into the store and end it: it holds no process and no memory until it is resumed.
@@ -166,7 +164,9 @@ def run(
 
     resolved = config or Config.resolve(server=server)
     shape = Shape(memory_bytes=memory_bytes, cpus=cpus, disk_bytes=disk_bytes or 0, network=network)
-    words, options = _words(argv), WorkloadOptions(env=_variables(env), workdir=workdir, user=user)
+    words = calls.words(argv, VmArgumentError)
+    options = WorkloadOptions(env=calls.variables(env, VmArgumentError), workdir=workdir, user=user)
+    timeout_s = calls.seconds(timeout_s, VmArgumentError)
     streams = _Streams(input=input, stdin=stdin, stdout=stdout, stderr=stderr, capture_output=capture_output)
     with temporary(Vms(resolved), image, _opener(resolved, image, server), shape, name=name) as record:
         workload = resolve(record.image_config, words, options, entrypoint=True)
@@ -207,8 +207,6 @@ def fork(
     """
     from vmm import restore
 
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise VmArgumentError(f"count {count!r} is no number of VMs", hint="give 1 or more")
     resolved = config or Config.resolve(server=server)
     made = restore.fork(Vms(resolved), name, count, network=network, server=resolved.server)
     return [Vm(record.name, resolved) for record in made]
@@ -234,16 +232,14 @@ class _Streams:
     def __init__(
         self, *, input: bytes | None, stdin: Stream, stdout: Stream, stderr: Stream, capture_output: bool
     ) -> None:
-        if capture_output and (stdout is not None or stderr is not None):
-            raise VmArgumentError("capture_output goes with neither stdout nor stderr")
-        if input is not None and stdin is not None:
-            raise VmArgumentError("input goes without stdin")
-        if input is not None and not isinstance(input, bytes | bytearray | memoryview):
-            raise VmArgumentError(f"input is {type(input).__name__}, not bytes", hint="encode text first")
-        self.stdin: int | bytes | None = bytes(input) if input is not None else _descriptor(stdin)
+        refusal = VmArgumentError
+        calls.check_streams(
+            input=input, stdin=stdin, stdout=stdout, stderr=stderr, capture_output=capture_output, refusal=refusal
+        )
+        self.stdin: int | bytes | None = bytes(input) if input is not None else calls.descriptor(stdin, refusal)
         self.kept = (io.BytesIO(), io.BytesIO()) if capture_output else None
-        self.stdout: Callable[[bytes], object] = _writer(_descriptor(stdout, 1))
-        self.stderr: Callable[[bytes], object] = _writer(_descriptor(stderr, 2))
+        self.stdout: Callable[[bytes], object] = calls.writer(calls.descriptor(stdout, refusal, 1))
+        self.stderr: Callable[[bytes], object] = calls.writer(calls.descriptor(stderr, refusal, 2))
         if self.kept is not None:
             self.stdout, self.stderr = self.kept[0].write, self.kept[1].write
 
@@ -275,50 +271,5 @@ def _execute(vm: Vm, workload: Workload, streams: _Streams, timeout_s: float | N
 def _opener(config: Config, image: str, server: str | None) -> Callable[[], Any]:
     from fuse.node import open_image
 
-    if not isinstance(image, str):
-        raise VmArgumentError(f"image {image!r} is no text", hint="give a name or an id as a str")
-    ImageName.parse(image)  # a bad name is wrong usage; the daemon could only say that it failed
+    image = calls.image_name(image, VmArgumentError)
     return lambda: open_image(config, image, server=server or config.server, start=True)
-
-
-def _writer(fd: int | None) -> Callable[[bytes], None]:
-    def write(data: bytes) -> None:
-        left = memoryview(data)
-        while left and fd is not None:
-            left = left[os.write(fd, left) :]
-
-    return write
-
-
-def _descriptor(given: Stream, default: int | None = None) -> int | None:
-    if given is None:
-        return default
-    try:
-        return given if isinstance(given, int) else given.fileno()
-    except (AttributeError, OSError, ValueError) as error:  # text, an io.BytesIO, or a file that is closed
-        raise VmArgumentError(
-            f"{given!r} has no descriptor", hint="give an open file, or capture_output=True"
-        ) from error
-
-
-def _words(argv: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(argv, str | bytes) or not isinstance(argv, Iterable):
-        raise VmArgumentError(f"argv {argv!r} is no list", hint="give a list, such as ['sh', '-c', 'a | b']")
-    words = tuple(argv)
-    for word in words:
-        if not isinstance(word, str):
-            raise VmArgumentError(
-                f"argv has {word!r}, which is no text", hint="give str; os.fsdecode makes one of bytes"
-            )
-    return words
-
-
-def _variables(env: Mapping[str, str] | None) -> tuple[str, ...]:
-    if env is None:
-        return ()
-    if not isinstance(env, Mapping):
-        raise VmArgumentError(f"env is {type(env).__name__}, not a mapping", hint="give a dict of names and values")
-    for name, value in env.items():
-        if not isinstance(name, str) or not isinstance(value, str) or not name or "=" in name:
-            raise VmArgumentError(f"env has {name!r}: {value!r}", hint="give names without '=' and values, as str")
-    return tuple(f"{name}={value}" for name, value in env.items())

@@ -7,28 +7,36 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fuse import vmlease
 from fuse.node import OpenImage
+from imaged.blockformat import IMAGE_LIMIT_BYTES
 from imaged.errors import InvalidNameError
+from imaged.ids import BLOCK_BYTES
 from imaged.names import ImageName
 from imaged.progress import NoProgress, Progress
+from imaged.snapshot import CPUS_LIMIT
 from vmm import facts, identity, recovery
 from vmm.agentproto import TEXT_MAX
-from vmm.disk import create_disk
-from vmm.errors import AgentError, VmError, VmNotFoundError
+from vmm.blocks import require_device
+from vmm.console import panic
+from vmm.disk import SIZE_LEAST_BYTES, create_disk
+from vmm.errors import AgentError, VmArgumentError, VmError, VmNotFoundError
 from vmm.guest.initramfs import initramfs
 from vmm.guest.kernel import find_kernel, kernel_arguments
-from vmm.machine import MachineSpec
+from vmm.held import Held, disk_faults, release
+from vmm.machine import LEAST_MEMORY_BYTES, MIB, MOST_MEMORY_BYTES, MachineSpec
 from vmm.qemu import Qemu
 from vmm.record import State, VmRecord
-from vmm.vms import Held, Vms, disk_faults, release
+from vmm.vms import Vms
 from vmm.workload import taken
 
 _BOOT_S = 300.0
 """Emulated guests that share a busy host take long; one that hangs is seen on its console before."""
+_ROOMY_BYTES = 192 * MIB
+"""Below this, what a guest of Debian lacks when it does not boot is memory: with 64 MiB its kernel gives up."""
 _ID = re.compile(r"[0-9a-f]{8,64}")
 
 
@@ -40,6 +48,23 @@ class Shape:
     cpus: int = 1
     disk_bytes: int = 0
     network: str = "none"
+
+    def check(self) -> None:
+        """VmArgumentError when there can be no such VM."""
+        least, most = LEAST_MEMORY_BYTES, MOST_MEMORY_BYTES
+        if not _is_int(self.memory_bytes) or self.memory_bytes % MIB or not least <= self.memory_bytes <= most:
+            hint = f"whole MiB, from {least // MIB}M to {most // MIB}M"
+            raise VmArgumentError(f"a VM can not have {_size(self.memory_bytes)} of memory", hint=hint)
+        if not _is_int(self.cpus) or not 1 <= self.cpus <= CPUS_LIMIT:
+            raise VmArgumentError(f"a VM can not have {self.cpus!r} processors", hint=f"from 1 to {CPUS_LIMIT}")
+        if not _is_int(self.disk_bytes) or (
+            self.disk_bytes
+            and (self.disk_bytes % BLOCK_BYTES or not SIZE_LEAST_BYTES <= self.disk_bytes <= IMAGE_LIMIT_BYTES)
+        ):
+            hint = f"a multiple of {BLOCK_BYTES} bytes, from {SIZE_LEAST_BYTES // MIB}M to {IMAGE_LIMIT_BYTES // MIB}M"
+            raise VmArgumentError(f"a VM can not have a disk of {_size(self.disk_bytes)}", hint=hint)
+        if self.network not in ("none", "user"):
+            raise VmArgumentError(f"network {self.network!r} is none", hint="one of none, user")
 
 
 def boot(
@@ -56,6 +81,7 @@ def boot(
     `open_image` gives the image `image` once the node daemon can not be stopped any more. Nothing stays of one that
     does not come up. VmExistsError, VmSetupError, QemuError, AgentError, NodeError.
     """
+    shape.check()
     recovery.sweep(vms)
     with vms.make(_wanted(name or _base(image), shape), numbered=name is None) as held:
         _boot(vms, held, open_image, progress or NoProgress())
@@ -73,6 +99,7 @@ def temporary(
     progress: Progress | None = None,
 ) -> Iterator[VmRecord]:
     """As `boot`, a VM that is removed after the block, however that ends; but one that was parked meanwhile stays."""
+    shape.check()
     recovery.sweep(vms)
     wanted = _wanted(name or _base(image), shape, temporary=True)
     with vms.make(wanted, numbered=name is None) as held:
@@ -88,12 +115,8 @@ def temporary(
 
 
 def _wanted(name: str, shape: Shape, *, temporary: bool = False) -> VmRecord:
-    return VmRecord(
-        name=name,
-        state=State.BOOTING,
-        image="",
-        image_name="",
-        image_config={},
+    return replace(
+        VmRecord.unknown(name),
         memory_bytes=shape.memory_bytes,
         cpus=shape.cpus,
         disk_bytes=shape.disk_bytes,
@@ -112,19 +135,30 @@ def _base(image: str) -> str:
     return "vm" if _ID.fullmatch(repo) else repo.rpartition("/")[2]
 
 
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _size(size_bytes: object) -> str:
+    """For people."""
+    if not isinstance(size_bytes, int) or size_bytes % MIB:
+        return f"{size_bytes!r} bytes"
+    return f"{size_bytes // MIB}M"
+
+
 def _boot(vms: Vms, held: Held, open_image: Callable[[], OpenImage], progress: Progress) -> None:
     config, record = vms.config, held.record
     lease = vmlease.take(config, held.name)
     try:
         image = open_image()
-        progress.start(f"booting {held.name}", None)
         held.save(
             image=image.id,
             image_name=image.name if image.name != image.id else "",
             image_config=taken(image.config),
-            device=config.blocks.stat().st_dev,
+            device=require_device(config),
         )
-        kernel = find_kernel(config.home, configured_kernel())
+        kernel = find_kernel(config.home, configured_kernel(), progress)
+        progress.start(f"booting {held.name}", None)
         first_root = initramfs(config.home, kernel)
         held.make_run()
         with disk_faults(f"memory file or disk of VM {held.name!r}"):
@@ -149,10 +183,11 @@ def _boot(vms: Vms, held: Held, open_image: Callable[[], OpenImage], progress: P
                 accelerator=accelerator, network=record.network, disk=bool(record.disk_bytes)
             ),
             kernel_release=kernel.release,
+            console_log=held.console_log,
         )
         try:
-            with Qemu.start(spec, held.run, inherit=[lease]) as machine:
-                _wait(held, machine)
+            with Qemu.start(spec, held.run, inherit=[lease]) as qemu:
+                _wait(held, qemu)
             held.save(state=State.RUNNING)
         except BaseException:
             recovery.end(held.run)
@@ -161,17 +196,22 @@ def _boot(vms: Vms, held: Held, open_image: Callable[[], OpenImage], progress: P
         os.close(lease)
 
 
-def _wait(held: Held, machine: Qemu) -> None:
+def _wait(held: Held, qemu: Qemu) -> None:
     """Until the guest is up and has its identity. VmError with what it said on its console."""
     try:
         identity.give(held.run, held.name, mac=None, timeout_s=_BOOT_S)
     except AgentError as error:
-        said = [line.strip() for line in machine.console_tail().splitlines() if line.strip()]
+        said = [line.strip() for line in qemu.console_tail().splitlines() if line.strip()]
         shown = next((line for line in reversed(said) if line.startswith("pvisor:")), said[-1] if said else "")
-        ending = machine.ending()
+        panicked = panic(held.console_log)
+        if panicked:
+            shown = f"its kernel panicked: {panicked}"
+        ending = qemu.ending()
         cause = f"{error.message}" if ending is None else ending.error("QEMU ended").message
-        text = f"VM {held.name!r} did not boot: {shown[:TEXT_MAX] or cause}"
-        raise VmError(text, hint="" if shown else error.hint) from error
+        hint = "" if shown else error.hint
+        if held.record.memory_bytes < _ROOMY_BYTES:
+            hint = f"it has {held.record.memory_bytes // MIB}M of memory: give it more with --memory"
+        raise VmError(f"VM {held.name!r} did not boot: {shown[:TEXT_MAX] or cause}", hint=hint) from error
 
 
 def configured_kernel() -> Path | None:

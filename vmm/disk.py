@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from imaged.blockformat import IMAGE_LIMIT_BYTES
-from imaged.chunks import ChunkReader, ChunkReadWriter
+from imaged.chunks import ChunkBatchWriter, ChunkReader
 from imaged.derive import CELL_BYTES, Change, derive
 from imaged.errors import FormatError
 from imaged.ids import BLOCK_BYTES, ChunkId
@@ -47,7 +47,7 @@ def create_disk(path: Path, size_bytes: int) -> None:
 
 
 def capture_disk(
-    store: ChunkReadWriter,
+    store: ChunkBatchWriter,
     path: Path,
     parent: ChunkId | None,
     size_bytes: int,
@@ -81,7 +81,7 @@ def _changes(file: BinaryIO, parts: Iterable[qcow2.Part], before: ParentFile) ->
             length_bytes = min(_READ_BYTES, part.length_bytes - start)
             # The file may end inside its last cluster: what follows reads as zeros.
             data = os.pread(file.fileno(), length_bytes, part.file_offset + start)
-            yield from before.different(part.offset + start, data.ljust(length_bytes, b"\0"))
+            yield from before.different([(part.offset + start, length_bytes)], data.ljust(length_bytes, b"\0"))
 
 
 def _run(command: Sequence[str]) -> None:

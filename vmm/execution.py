@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from signal import SIGKILL
 
-from vmm.agent import Agent, Control
+from vmm import console
+from vmm.agent import Agent, GuestProcess
+from vmm.control import Control
 from vmm.errors import (
     AgentBusyError,
     AgentError,
@@ -14,14 +18,17 @@ from vmm.errors import (
     VmError,
     VmInterruptedError,
     VmNotFoundError,
+    VmSetupError,
     VmStateError,
     VmTimeoutError,
 )
+from vmm.held import console_log
 from vmm.record import State, VmRecord
 from vmm.vms import Vms
 from vmm.workload import Workload
 
 _CONNECT_S = 30.0
+_ANSWER_S = 30.0
 _ENDING_S = 3.0
 _WORKED_ON_S = 600.0
 """A VM that is just parked or forked stands still for as long as that takes."""
@@ -56,9 +63,11 @@ def execute(
         if on_start is not None:
             on_start()
 
-    run = vms.run(name)
+    run, log = vms.run(name), console_log(vms.path(name))
+    said_bytes = console.size(log)
     try:
-        with Agent.connect(run, timeout_s=_CONNECT_S if record.state == State.RUNNING else _WORKED_ON_S) as agent:
+        patience_s = _CONNECT_S if record.state == State.RUNNING else _WORKED_ON_S
+        with Agent.connect(run, timeout_s=patience_s, waiting=lambda: _require_going(vms, record)) as agent:
             ended = agent.execute(
                 workload.argv,
                 env=workload.env,
@@ -80,18 +89,76 @@ def execute(
         raise _gone(vms, name, started) from error
     if ended.timed_out:
         raise VmTimeoutError(f"the command took longer than {timeout_s:g} s, and was ended")
+    if ended.signal == SIGKILL:
+        _tell_of_memory(record, console.killed_for_memory(log, said_bytes))
     return ended.exit_code
+
+
+def _tell_of_memory(record: VmRecord, killed: str) -> None:
+    if not killed:
+        return
+    import logging  # not on the way of other commands
+
+    text = "VM %s: its kernel ended %s for lack of memory: it has %d MiB, which also hold what it writes without --disk"
+    logging.getLogger(__name__).warning(text, record.name, killed, record.memory_bytes >> 20)
+
+
+def processes(vms: Vms, name: str) -> tuple[GuestProcess, ...]:
+    """What commands run in a VM, and what they have started. VmStateError when it does not run; AgentError."""
+    with _speaking(vms, name) as agent:
+        return agent.processes(timeout_s=_ANSWER_S)
+
+
+def kill(vms: Vms, name: str, pids: Sequence[int], signal: int) -> None:
+    """Send a signal to some of `processes`. VmSetupError for the first that is none of them; the others get it."""
+    failure: VmSetupError | None = None
+    with _speaking(vms, name) as agent:
+        for pid in pids:
+            try:
+                agent.kill(pid, signal, timeout_s=_ANSWER_S)
+            except VmSetupError as error:
+                failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+@contextmanager
+def _speaking(vms: Vms, name: str) -> Iterator[Agent]:
+    """With the agent of a VM that runs, whatever runs in it."""
+    record = vms.get(name)
+    if record.state != State.RUNNING:
+        record = _require_running(vms, name)
+    run = vms.run(name)
+    try:
+        with Agent.connect(
+            run, timeout_s=_CONNECT_S, control=True, waiting=lambda: _require_going(vms, record)
+        ) as agent:
+            yield agent
+    except AgentError as error:
+        if isinstance(error, AgentTimeoutError | AgentBusyError) or not _has_ended(run):
+            raise
+        raise _gone(vms, name, started=False) from error
 
 
 def _require_running(vms: Vms, name: str) -> VmRecord:
     """One that another command works on, but that will run again, counts."""
-    from vmm.survey import status
+    from vmm.survey import refusal, status
 
     found = status(vms, name)
     if found.state in (State.RUNNING, State.FORKING, State.PARKING):
         return found.record
-    hint = f"`pvisor vm resume {name}` first" if found.state == State.PARKED else "`pvisor vm ls` tells more"
-    raise VmStateError(f"VM {name!r} is {found.state}, not running", hint=hint)
+    raise refusal(vms, found.record, State.RUNNING)
+
+
+def _require_going(vms: Vms, record: VmRecord) -> None:
+    """VmStateError when the guest can not answer, however long one waits: QEMU's process is stopped."""
+    from vmm import process
+
+    pid = process.pid_of(vms.run(record.name))
+    if pid is not None and process.is_stopped(pid):
+        from vmm.survey import refusal
+
+        raise refusal(vms, record, State.RUNNING)
 
 
 def _has_ended(run: Path) -> bool:
@@ -112,20 +179,19 @@ def _has_ended(run: Path) -> bool:
 
 
 def _gone(vms: Vms, name: str, started: bool) -> VmError:
-    from vmm.survey import CUT_OFF, ENDED, status
+    from vmm.survey import CUT_OFF, ENDED, refusal, status
 
     try:
         found = status(vms, name)
     except VmNotFoundError as error:
         return VmInterruptedError(f"VM {name!r} was removed while the command ran in it") if started else error
-    detail = f" ({found.detail})" if found.detail else ""
-    hint = ""
-    if found.state in (State.PARKED, State.PARKING):
-        hint = f"`pvisor vm resume {name}`" + (" lets it go on" if started else " first")
-    elif found.state in (ENDED, CUT_OFF):
-        hint = f"`pvisor vm rm {name}` removes what is left of it"
-    if started:
-        return VmInterruptedError(
-            f"VM {name!r} is {found.state}{detail} since, and the command's end is not known", hint=hint
-        )
-    return VmStateError(f"VM {name!r} is {found.state}{detail}, not running", hint=hint)
+    if not started:
+        return refusal(vms, found.record, State.RUNNING)
+    hint = f"`pvisor vm resume {name}` lets it go on" if found.state in (State.PARKED, State.PARKING) else ""
+    if found.state == ENDED:
+        hint = refusal(vms, found.record, State.RUNNING).hint
+    elif found.state == CUT_OFF:
+        hint = f"`pvisor vm park {name}` saves it while it lives"
+    became = {State.PARKED: "was parked", State.PARKING: "is being parked", ENDED: f"has ended ({found.detail})"}
+    what = became.get(found.state, f"is {found.state}")
+    return VmInterruptedError(f"VM {name!r} {what} while the command ran in it: how that ended is not known", hint=hint)

@@ -12,18 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from imaged.snapshot import CPUS_LIMIT, MACHINE_TYPE
+from imaged.snapshot import CPUS_LIMIT, MACHINE_TYPE, SIZE_LIMIT_BYTES
 from vmm.errors import VmSetupError
 
 # A guest boots a quarter faster than on "pc", where ACPI works out the interrupt of each device at length.
 MACHINE = "q35"
-LAYOUT = 2
+LAYOUT = 3
 """Raised whenever the devices below change: device state of another layout can not be loaded."""
 UPPER_FILE = "upper-file"
 UPPER_OPTIONS = {"driver": "qcow2", "node-name": "upper", "discard": "unmap"}
 """The writable disk's block node, over that of its file."""
 MIB = 1 << 20
-LEAST_MEMORY_BYTES = 64 * MIB
+LEAST_MEMORY_BYTES = 96 * MIB
+"""With 64 MiB the kernel can not unpack its first root."""
+MOST_MEMORY_BYTES = SIZE_LIMIT_BYTES
 NETWORKS = ("none", "user", "restricted")
 # Devices by PCI slot; 0 and 31 are the chipset's.
 _SERIAL_SLOT, _METADATA_SLOT, _DATA_SLOT, _UPPER_SLOT, _NETWORK_SLOT, _RANDOM_SLOT = range(3, 9)
@@ -41,6 +43,7 @@ class MachineSpec:
     the writable disk (qcow2). A boot has `kernel`, `initramfs` and `kernel_arguments`; a restore has `state_path`, the
     device state. `machine` is a QEMU machine type: an alias for a boot, what the snapshot says for a restore.
     `kernel_release` is only noted. `network` "restricted" is the interface of "user", and what it sends goes nowhere.
+    What the guest prints on its serial line is appended to `console_log` as well.
     """
 
     memory_bytes: int
@@ -58,12 +61,14 @@ class MachineSpec:
     kernel_release: str = ""
     state_path: Path | None = None
     machine: str = MACHINE
+    console_log: Path | None = None
 
     def check(self) -> None:
         """VmSetupError when there can be no such machine."""
-        if self.memory_bytes % MIB or self.memory_bytes < LEAST_MEMORY_BYTES:
-            least = LEAST_MEMORY_BYTES // MIB
-            raise VmSetupError(f"a VM has whole MiB of memory, {least} at least, not {self.memory_bytes} bytes")
+        if self.memory_bytes % MIB or not MIB <= self.memory_bytes <= MOST_MEMORY_BYTES:
+            raise VmSetupError(
+                f"a VM has 1 to {MOST_MEMORY_BYTES // MIB} whole MiB of memory, not {self.memory_bytes} bytes"
+            )
         if not 1 <= self.cpus <= CPUS_LIMIT:
             raise VmSetupError(f"a VM has 1 to {CPUS_LIMIT} processors, not {self.cpus}")
         if MACHINE_TYPE.fullmatch(self.machine) is None:
@@ -86,7 +91,7 @@ def arguments(spec: MachineSpec, program: str, descriptors: Descriptors) -> list
     """The argument vector. A restored machine is stopped and waits for its device state."""
     argv = [program, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-sandbox", _SANDBOX]
     argv += _machine(spec)
-    argv += _sockets(descriptors)
+    argv += _sockets(descriptors, spec.console_log)
     argv += _disk("metadata", _METADATA_SLOT, spec.metadata_path)
     argv += _disk("data", _DATA_SLOT, spec.data_path)
     if spec.upper_path is not None:
@@ -125,14 +130,15 @@ def _machine(spec: MachineSpec) -> list[str]:
     ]
 
 
-def _sockets(descriptors: Descriptors) -> list[str]:
+def _sockets(descriptors: Descriptors, console_log: Path | None) -> list[str]:
     """Monitor, serial line and the agent's ports: sockets that listen already, so that nobody polls for them."""
 
-    def chardev(name: str, fd: int) -> list[str]:
-        return ["-chardev", f"socket,id={name},fd={fd},server=on,wait=off"]
+    def chardev(name: str, fd: int, more: str = "") -> list[str]:
+        return ["-chardev", f"socket,id={name},fd={fd},server=on,wait=off{more}"]
 
+    log = "" if console_log is None else f",logfile={_escaped(console_log)},logappend=on"
     argv = [*chardev("monitor", descriptors.monitor), "-mon", "chardev=monitor,mode=control"]
-    argv += [*chardev("console", descriptors.serial), "-device", "isa-serial,id=serial0,chardev=console"]
+    argv += [*chardev("console", descriptors.serial, log), "-device", "isa-serial,id=serial0,chardev=console"]
     # Port 0 would be a console's.
     argv += _device(f"virtio-serial-pci,id=ports0,max_ports={len(descriptors.agents) + 1}", _SERIAL_SLOT)
     for number, fd in enumerate(descriptors.agents):

@@ -7,21 +7,24 @@ meanwhile), and a restored guest that was idle for two seconds 14 ms of this thr
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from imaged.chunks import ChunkReader, ChunkReadWriter
-from imaged.derive import CELL_BYTES, derive
+from imaged.chunks import ChunkBatchWriter, ChunkReader
+from imaged.derive import derive
 from imaged.ids import ChunkId
 from vmm.captured import Captured
-from vmm.errors import VmStateError
-from vmm.pagemap import Range, open_process, private_ranges
+from vmm.errors import VmSetupError, VmStateError
+from vmm.gather import PIECES_LIMIT, gather
+from vmm.pagemap import Range, private_ranges
 from vmm.parentfile import ParentFile
+
+_BATCH_BYTES = 2 << 20
+"""Of pages read at once: what is compared and cut next is in the processor's cache still, and is stored meanwhile."""
 
 
 def capture_memory(
-    store: ChunkReadWriter,
+    store: ChunkBatchWriter,
     pid: int,
     memory_path: Path,
     parent: ChunkId | None,
@@ -36,23 +39,42 @@ def capture_memory(
     VmStateError when the process is gone or does not map the file.
     """
     ranges = private_ranges(pid, memory_path, size_bytes)
-    with open_process(pid, "mem") as fd, ParentFile.open(memory_path if parent is not None else None) as before:
-        changes = (change for page in _pages(fd, ranges) for change in before.different(*page))
+    with ParentFile.open(memory_path if parent is not None else None) as before:
+        changes = (change for some, data in _read(pid, ranges) for change in before.different(some, data))
         image = derive(store, parent, size_bytes, changes, reader=reader)
     return Captured(id=image, dirty_bytes=sum(one.length_bytes for one in ranges))
 
 
-def _pages(fd: int, ranges: Iterable[Range]) -> Iterator[tuple[int, bytes]]:
-    """What the process has in these ranges, cut as the image is."""
+def _read(pid: int, ranges: Iterable[Range]) -> Iterator[tuple[list[tuple[int, int]], bytearray]]:
+    """What the process has in these ranges, many at once: (offset, length in bytes) of each, and all their bytes."""
+    for some in _batches(ranges):
+        try:
+            data = gather(pid, [(one.address, one.length_bytes) for one in some])
+        except PermissionError as error:
+            hint = "run this as the user that started the VM, or as root"
+            raise VmSetupError(f"memory of process {pid} can not be read: {error.strerror}", hint=hint) from error
+        except OSError as error:
+            raise VmStateError(f"memory of process {pid} can not be read: {error.strerror}") from error
+        wanted = sum(one.length_bytes for one in some)
+        if len(data) != wanted:
+            raise VmStateError(
+                f"guest memory can not be read, or process {pid} ended: {len(data)} of {wanted} bytes from "
+                f"{some[0].offset} on were there"
+            )
+        yield [(one.offset, one.length_bytes) for one in some], data
+
+
+def _batches(ranges: Iterable[Range]) -> Iterator[list[Range]]:
+    """As many as one call takes, large ones cut."""
+    some: list[Range] = []
+    size_bytes = 0
     for one in ranges:
-        offset, end = one.offset, one.offset + one.length_bytes
-        while offset < end:
-            stop = min(end, (offset // CELL_BYTES + 1) * CELL_BYTES)
-            try:
-                data = os.pread(fd, stop - offset, one.address + offset - one.offset)
-            except OSError as error:
-                raise VmStateError(f"guest memory at byte {offset} can not be read: {error.strerror}") from error
-            if len(data) != stop - offset:
-                raise VmStateError(f"the process ended while its memory was read, at byte {offset}")
-            yield offset, data
-            offset = stop
+        for start in range(0, one.length_bytes, _BATCH_BYTES):
+            length_bytes = min(_BATCH_BYTES, one.length_bytes - start)
+            if some and (len(some) == PIECES_LIMIT or size_bytes + length_bytes > _BATCH_BYTES):
+                yield some
+                some, size_bytes = [], 0
+            some.append(Range(offset=one.offset + start, length_bytes=length_bytes, address=one.address + start))
+            size_bytes += length_bytes
+    if some:
+        yield some

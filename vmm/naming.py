@@ -6,7 +6,8 @@ from imaged.errors import FormatError
 from imaged.ids import ChunkId
 from imaged.store import ChunkStore
 from vmm.errors import VmExistsError
-from vmm.vms import Held, Vms, numbered_names
+from vmm.held import Held
+from vmm.vms import Vms, numbered_names
 
 
 class Naming:

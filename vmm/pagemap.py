@@ -5,6 +5,7 @@ is anonymous memory. `/proc/PID/pagemap` has 8 bytes for each page
 (https://docs.kernel.org/admin-guide/mm/pagemap.html): bit 63 is set for a page in memory, 62 for one in swap, 61 for
 one that belongs to a file. So a page is the process's own when it is in memory or in swap and no file's. Only the
 highest byte of each entry is looked at; the physical addresses in the others are zero for those without CAP_SYS_ADMIN.
+Newer kernels search by themselves (`vmm.pagescan`).
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from imaged.ids import ChunkId
+from vmm import pagescan
 from vmm.errors import VmSetupError, VmStateError
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -86,10 +88,10 @@ def private_ranges(pid: int, path: Path, size_bytes: int) -> list[Range]:
                 raise VmStateError(f"process {pid} maps {path} with a gap or an overlap at byte {covered}")
             covered = mapping.offset + mapping.length_bytes
             length_bytes = min(mapping.length_bytes, size_bytes - mapping.offset)
-            for first, count in _own_runs(fd, mapping.address // PAGE_BYTES, -(-length_bytes // PAGE_BYTES)):
-                start, length = first * PAGE_BYTES, count * PAGE_BYTES
-                length = min(length, length_bytes - start)
-                found.append(Range(offset=mapping.offset + start, length_bytes=length, address=mapping.address + start))
+            for first, end in _own_regions(fd, mapping.address, -(-length_bytes // PAGE_BYTES)):
+                start = first - mapping.address
+                length = min(end - first, length_bytes - start)
+                found.append(Range(offset=mapping.offset + start, length_bytes=length, address=first))
     if covered < size_bytes:
         raise VmStateError(f"process {pid} maps only {covered} bytes of {path}, not {size_bytes}")
     return found
@@ -101,15 +103,24 @@ def own_runs(entries: bytes) -> Iterator[tuple[int, int]]:
         yield match.start(), match.end() - match.start()
 
 
-def _own_runs(fd: int, first_page: int, page_count: int) -> Iterator[tuple[int, int]]:
-    """As `own_runs`, for the pages from `first_page` of the address space on, counted from it."""
+def _own_regions(fd: int, address: int, page_count: int) -> Iterable[tuple[int, int]]:
+    """The addresses (first, end) of the process's own pages, of those from `address` on."""
+    try:
+        found = pagescan.own_regions(fd, address, address + page_count * PAGE_BYTES)
+    except OSError as error:
+        raise VmStateError(f"the process's pages can not be looked at: {error.strerror}") from error
+    return _read_regions(fd, address, page_count) if found is None else found
+
+
+def _read_regions(fd: int, address: int, page_count: int) -> Iterator[tuple[int, int]]:
+    """As `_own_regions`, by what pagemap says of each page; what two reads find is not joined."""
     for start in range(0, page_count, _READ_PAGES):
         wanted = min(_READ_PAGES, page_count - start) * _ENTRY_BYTES
-        entries = os.pread(fd, wanted, (first_page + start) * _ENTRY_BYTES)
+        entries = os.pread(fd, wanted, (address // PAGE_BYTES + start) * _ENTRY_BYTES)
         if len(entries) != wanted:
             raise VmStateError("the process ended while its pages were looked at")
         for first, count in own_runs(entries):
-            yield start + first, count
+            yield address + (start + first) * PAGE_BYTES, address + (start + first + count) * PAGE_BYTES
 
 
 def _maps(pid: int) -> bytes:

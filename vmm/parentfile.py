@@ -11,84 +11,130 @@ import ctypes
 import mmap
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from pathlib import Path
 from typing import Self
 
+from vmm.gather import PIECES_LIMIT, gather
+
 _PAGE_BYTES = mmap.PAGESIZE
 _MAP_NORESERVE = 0x4000  # not in Python's mmap module
-_CACHED_RUN = re.compile(rb"\x01+")
+_SAME_RUN, _OTHER_RUN = re.compile(rb"\x01+"), re.compile(rb"\x00+")
+_NEAR_BYTES = 1 << 20
+"""Pieces no further apart are asked about at once: asking takes 12 us, and 50 ns for each page in between."""
 _LIBC = ctypes.CDLL(None)
 
 
 class ParentFile:
     """A parent's file, open. For one thread."""
 
-    def __init__(self, fd: int, mapped: mmap.mmap | None) -> None:
-        self._fd, self._mapped = fd, mapped
+    def __init__(self, mapped: mmap.mmap | None) -> None:
+        self._mapped = mapped
         self._address = 0 if mapped is None else ctypes.addressof(ctypes.c_char.from_buffer(mapped))
 
     @classmethod
     @contextmanager
     def open(cls, path: Path | None) -> Iterator[Self]:
         """Without a path, or when the file can not be opened (its daemon is gone), everything is different."""
+        mapped = None if path is None else _mapped(path)
         try:
-            fd = -1 if path is None else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            fd = -1
-        mapped = _mapped(fd) if fd >= 0 else None
-        try:
-            yield cls(fd, mapped)
+            yield cls(mapped)
         finally:
             if mapped is not None:
                 mapped.close()
-            if fd >= 0:
-                os.close(fd)
 
-    def different(self, offset: int, data: bytes) -> Iterator[tuple[int, bytes]]:
-        """The runs of pages of `data`, which begins at a page, that are not known to be in the file at `offset`."""
-        same = self._same(offset, data)
-        if not any(same):
-            yield offset, data
-            return
-        for is_same, pages in groupby(range(len(same)), key=same.__getitem__):
-            if not is_same:
-                numbers = list(pages)
-                start, end = numbers[0] * _PAGE_BYTES, (numbers[-1] + 1) * _PAGE_BYTES
-                yield offset + start, data[start:end]
+    def different(self, pieces: Sequence[tuple[int, int]], data: bytes | bytearray) -> Iterator[tuple[int, memoryview]]:
+        """The runs of pages that are not known to be in the file: offset and bytes.
 
-    def _same(self, offset: int, data: bytes) -> bytearray:
-        """1 for each page that is cached and equal, else 0."""
-        same = bytearray(-(-len(data) // _PAGE_BYTES))
-        for run in _CACHED_RUN.finditer(self._cached(offset, len(data))):
-            start, end = run.start() * _PAGE_BYTES, run.end() * _PAGE_BYTES
+        `data` are the bytes of the pieces one after the other. Each (offset, length in bytes) begins at a page and is
+        whole pages, but for the last of all.
+        """
+        same, view = self._same(pieces, data), memoryview(data)
+        place = 0
+        for offset, length in pieces:
+            first = place // _PAGE_BYTES
+            for run in _OTHER_RUN.finditer(same, first, first - (-length // _PAGE_BYTES)):
+                start, end = run.start() * _PAGE_BYTES, min(run.end() * _PAGE_BYTES, place + length)
+                yield offset + start - place, view[start:end]
+            place += length
+
+    def _same(self, pieces: Sequence[tuple[int, int]], data: bytes | bytearray) -> bytearray:
+        """1 for each page of the data that is cached and equal, else 0."""
+        same = self._cached(pieces, -(-len(data) // _PAGE_BYTES))
+        runs = [
+            (place // _PAGE_BYTES + run.start(), place // _PAGE_BYTES + run.end(), offset + run.start() * _PAGE_BYTES)
+            for offset, place, length in _placed(pieces)
+            for run in _SAME_RUN.finditer(same[place // _PAGE_BYTES : -(-(place + length) // _PAGE_BYTES)])
+        ]
+        for number in range(0, len(runs), PIECES_LIMIT):
+            some = runs[number : number + PIECES_LIMIT]
+            wanted = [(self._address + offset, (end - first) * _PAGE_BYTES) for first, end, offset in some]
             try:
-                held = os.pread(self._fd, min(end, len(data)) - start, offset + start)
-            except OSError:  # let go of since, and not to be had again
-                continue
-            if held == data[start:end]:
-                same[run.start() : run.end()] = b"\1" * (run.end() - run.start())
-                continue
-            for page in range(run.start(), run.end()):
-                at = page * _PAGE_BYTES
-                same[page] = held[at - start : at - start + _PAGE_BYTES] == data[at : at + _PAGE_BYTES]
+                held = gather(os.getpid(), wanted)
+            except OSError:
+                held = bytearray()
+            place = 0
+            for first, end, _ in some:
+                for page in range(first, end):
+                    start = page * _PAGE_BYTES
+                    mine = data[start : start + _PAGE_BYTES]
+                    # What was let go of since, and is not to be had again, is not equal.
+                    same[page] = held[place : place + len(mine)] == mine
+                    place += _PAGE_BYTES
         return same
 
-    def _cached(self, offset: int, length_bytes: int) -> bytes:
-        """A byte for each page, 1 when it is in the page cache. RWF_NOWAIT would tell too, but not of FUSE files."""
-        if self._mapped is None or offset + length_bytes > len(self._mapped):
-            return b""
-        found = ctypes.create_string_buffer(-(-length_bytes // _PAGE_BYTES))
-        address = ctypes.c_void_p(self._address + offset)
-        return b"" if _LIBC.mincore(address, ctypes.c_size_t(length_bytes), found) else found.raw
+    def _cached(self, pieces: Sequence[tuple[int, int]], page_count: int) -> bytearray:
+        """A byte for each page of the data, 1 when the file's is in the page cache.
+
+        RWF_NOWAIT would tell too, but not of FUSE files.
+        """
+        cached = bytearray(page_count)
+        if self._mapped is None:
+            return cached
+        near: list[tuple[int, int, int]] = []
+        for one in _placed(pieces):
+            if near and one[0] - near[-1][0] - near[-1][2] > _NEAR_BYTES:
+                self._ask(near, cached)
+                near = []
+            near.append(one)
+        if near:
+            self._ask(near, cached)
+        return cached
+
+    def _ask(self, near: Sequence[tuple[int, int, int]], cached: bytearray) -> None:
+        """For pieces (offset, place in the data, length) that are near one another."""
+        assert self._mapped is not None
+        start, end = near[0][0], near[-1][0] + near[-1][2]
+        found = ctypes.create_string_buffer(-(-(end - start) // _PAGE_BYTES))
+        if end > len(self._mapped):
+            return
+        if _LIBC.mincore(ctypes.c_void_p(self._address + start), ctypes.c_size_t(end - start), found):
+            return
+        raw = found.raw
+        for offset, place, length in near:
+            first, count = (offset - start) // _PAGE_BYTES, -(-length // _PAGE_BYTES)
+            cached[place // _PAGE_BYTES : place // _PAGE_BYTES + count] = raw[first : first + count]
 
 
-def _mapped(fd: int) -> mmap.mmap | None:
-    """The whole file, only to ask about it: nothing is read or written through this. None when that can not be."""
+def _placed(pieces: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """(offset, place in the data, length) of each."""
+    place = 0
+    for offset, length in pieces:
+        yield offset, place, length
+        place += length
+
+
+def _mapped(path: Path) -> mmap.mmap | None:
+    """The whole file, to ask about it and to have it copied from: nothing touches it. None when that can not be."""
     flags, access = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE  # ctypes wants it writable
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
     try:
         return mmap.mmap(fd, 0, flags=flags, prot=access)
     except (OSError, ValueError):
         return None
+    finally:
+        os.close(fd)

@@ -1,19 +1,21 @@
 """Writing a VM down: as a parked one that then holds no process and no memory, or as what its forks begin with.
 
-The order makes a crash harmless at any point: the intent is durable, the agent holds the jobs still, the guest stops,
-its device state, memory and disk go into the store, then the record of the snapshot and last its name. Before the name
-is there the VM goes on, by this command or the next (`vmm.recovery`); from then on it is parked.
+The order makes a crash harmless at any point: the intent is written, the agent holds the jobs still, the guest stops,
+its device state, memory and disk go into the store, and once the intent is durable the record of the snapshot and last
+its name. Before the name is there the VM goes on, by this command or the next (`vmm.recovery`); from then on it is
+parked.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fuse import vmlease
 from imaged import snapshots
 from imaged.acquire import snapshot_reader
 from imaged.blockbuilder import write_blob
@@ -23,18 +25,19 @@ from imaged.frame import ZSTD_LEVEL
 from imaged.ids import ChunkId
 from imaged.names import snapshot_name
 from imaged.progress import NoProgress, Progress
-from imaged.snapshot import SnapshotRecord
+from imaged.snapshot import Machine, SnapshotRecord
 from imaged.snapshots import Snapshot
 from imaged.store import ChunkStore
 from vmm import recovery
 from vmm.disk import capture_disk
 from vmm.errors import VmError, VmStateError
+from vmm.held import Held, disk_faults
 from vmm.identity import hold_still, set_clock
 from vmm.memory import capture_memory
 from vmm.naming import Naming
 from vmm.qemu import Qemu
 from vmm.record import Park, State
-from vmm.vms import Held, Vms, disk_faults
+from vmm.vms import Vms
 
 _STATE_CHUNK_BYTES = 64 << 10
 
@@ -64,7 +67,7 @@ def park(vms: Vms, name: str, *, snapshot: str | None = None, progress: Progress
         snapshot_name(snapshot)
     with vms.hold(name) as held:
         _require_running(vms, held)
-        with _store(vms) as store:
+        with _store(vms) as store, store.lease(f"parking VM {name}"):
             naming = Naming(vms, store, held, snapshot)
             parked = _capture(vms, store, held, State.PARKING, naming, progress)
             try:
@@ -72,19 +75,19 @@ def park(vms: Vms, name: str, *, snapshot: str | None = None, progress: Progress
             except PvisorError as error:
                 hint = f"`pvisor vm ls` tidies up; {error.hint}"
                 raise VmError(f"VM {name!r} is parked as {parked.name}, but {error.message}", hint=hint) from error
+            vmlease.drop(vms.config, name)
         return parked
 
 
 @contextmanager
 def frozen(vms: Vms, name: str, *, progress: Progress | None = None) -> Iterator[Parked]:
-    """A running VM written down for its forks, without a name; it goes on before the block begins.
-
-    The store is held open during the block, so that no collection removes the snapshot before something stands on it.
-    """
-    with _store(vms) as store:
+    """A running VM written down for its forks, without a name; it goes on before the block begins, and no collection
+    removes the snapshot before it ends."""
+    with _store(vms) as store, store.lease(f"forking VM {name}") as lease:
         with vms.hold(name) as held:
             _require_running(vms, held)
             taken = _capture(vms, store, held, State.FORKING, None, progress or NoProgress())
+            lease.keep(ChunkId.parse(taken.snapshot))
             recovery.undo_park(held)  # it goes on
         yield taken
 
@@ -108,21 +111,23 @@ def _capture(
     it goes on."""
     record, name = held.record, naming.choose() if naming is not None else ""
     park = Park(name=name, created_ns=time.time_ns(), own=naming is not None and naming.is_own)
-    with _attached(vms, held) as machine:
-        if machine.status() != "running":
+    with _attached(vms, held) as qemu:
+        if qemu.status() != "running":
             raise VmStateError(f"VM {held.name!r} is paused by another program", hint="let it go on first")
+        machine = qemu.facts()
         held.begin(state=state, park=park)
         began = time.monotonic()
         try:
-            if _has_its_daemon(vms, held):
-                hold_still(held.run, held.name)
-            machine.stop()
-            made = _write_down(store, held, machine, park, progress)
+            with _meanwhile(held.sync):  # the intent is durable before the name is
+                if _has_its_daemon(vms, held):
+                    hold_still(held.run, held.name)
+                qemu.stop()
+                made = _write_down(store, held, qemu, machine, park, progress)
             snapshot, dirty_bytes = str(_publish(store, held, naming, park, made)), made.dirty_bytes
         except BaseException as error:
             published = _published(store, held, error)
             if published is None:
-                _go_on(held, machine, error)
+                _go_on(held, qemu, error)
                 raise
             snapshot, dirty_bytes = published, 0  # it came when the name was there already
         return Parked(
@@ -135,11 +140,32 @@ def _capture(
         )
 
 
+@contextmanager
+def _meanwhile(work: Callable[[], None]) -> Iterator[None]:
+    """The block and the work, which waits for a disk, side by side; an error of the work is raised after the block."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="meanwhile", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
 def _has_its_daemon(vms: Vms, held: Held) -> bool:
     """Without it nothing more is asked of the guest: what it touches for that may not be in memory, and end QEMU."""
-    from vmm.survey import blocks_device
+    from vmm.blocks import current_device
 
-    return blocks_device(vms.config) == held.record.device
+    return current_device(vms.config) == held.record.device
 
 
 def _published(store: ChunkStore, held: Held, error: BaseException) -> str | None:
@@ -168,25 +194,25 @@ def _publish(store: ChunkStore, held: Held, naming: Naming | None, park: Park, m
 @contextmanager
 def _attached(vms: Vms, held: Held) -> Iterator[Qemu]:
     try:
-        machine = Qemu.attach(held.run)
+        qemu = Qemu.attach(held.run)
     except VmStateError as error:
         from vmm.survey import refusal
 
         raise refusal(vms, held.record, State.RUNNING) from error
-    with machine:
-        yield machine
+    with qemu:
+        yield qemu
 
 
-def _go_on(held: Held, machine: Qemu, error: BaseException) -> None:
+def _go_on(held: Held, qemu: Qemu, error: BaseException) -> None:
     """The guest continues, and the error says so. When it can not, the next command on the VM tries again, unless its
     QEMU has ended."""
     outcome = f"VM {held.name} runs on"
     try:
-        machine.cont()
+        qemu.cont()
         held.undo()
         set_clock(held.run, held.name)
     except PvisorError as second:
-        ending = machine.ending()
+        ending = qemu.ending()
         if ending is None:
             outcome = f"VM {held.name} could not be continued yet ({second.message}): `pvisor vm ls` tries again"
         else:
@@ -197,18 +223,20 @@ def _go_on(held: Held, machine: Qemu, error: BaseException) -> None:
         error.hint = f"{outcome}; {error.hint}" if error.hint else outcome
 
 
-def _write_down(store: ChunkStore, held: Held, machine: Qemu, park: Park, progress: Progress) -> SnapshotRecord:
+def _write_down(
+    store: ChunkStore, held: Held, qemu: Qemu, machine: Machine, park: Park, progress: Progress
+) -> SnapshotRecord:
     """Everything of the stopped guest into the store, and the record that names it."""
     record = held.record
     parent = None
     if record.snapshot:
         parent = SnapshotRecord.parse(store.get(ChunkId.parse(record.snapshot)))
     if record.disk_bytes:
-        machine.flush_disk()
+        qemu.flush_disk()
     state_path = held.run / "state"
     try:
         with disk_faults(f"device state of VM {held.name!r}"):
-            machine.save_state(state_path)
+            qemu.save_state(state_path)
             state = write_blob(store, state_path.read_bytes(), _STATE_CHUNK_BYTES)
     finally:
         state_path.unlink(missing_ok=True)
@@ -221,7 +249,7 @@ def _write_down(store: ChunkStore, held: Held, machine: Qemu, park: Park, progre
             reader = stack.enter_context(snapshot_reader(store, known))
         memory = capture_memory(
             told,
-            machine.pid,
+            qemu.pid,
             _memory_path(held, parent),
             parent.memory if parent is not None else None,
             record.memory_bytes,
@@ -238,7 +266,7 @@ def _write_down(store: ChunkStore, held: Held, machine: Qemu, park: Park, progre
         disk=disk.id if disk is not None else None,
         disk_bytes=record.disk_bytes,
         state=state,
-        machine=machine.facts(),
+        machine=machine,
         parent=ChunkId.parse(record.snapshot) if record.snapshot else None,
         created_ns=park.created_ns,
         vm=held.name,
@@ -261,6 +289,14 @@ class _Telling:
 
     def put(self, data: bytes, *, level: int = ZSTD_LEVEL) -> ChunkId:
         chunk = self._store.put(data, level=level)
-        with self._lock:
-            self._progress.advance(len(data))
+        self._advance(len(data))
         return chunk
+
+    def put_all(self, pieces: Sequence[bytes]) -> list[ChunkId]:
+        chunks = self._store.put_all(pieces)
+        self._advance(sum(map(len, pieces)))
+        return chunks
+
+    def _advance(self, size_bytes: int) -> None:
+        with self._lock:
+            self._progress.advance(size_bytes)

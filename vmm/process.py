@@ -7,29 +7,28 @@
 
 The process is no child of most commands that ask, so its exit status comes from wherever the kernel still has it: our
 own child, a zombie, or (Linux 6.15 and later) a process descriptor that was open when it ended. When nobody has it,
-`qemu.live` still tells an exit from a crash.
+`qemu.live` still tells an exit from a crash. Without its qemu.pid a QEMU is found by its command line (`vmm.stray`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import select
 import signal
-import struct
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from fuse.smallpages import without_huge_pages
+from vmm import procstat, stray
 from vmm.errors import QemuError, QemuTimeoutError, VmStateError
 
 # `sh` so that the pid file is there before QEMU is, whatever happens to the starter. It costs a millisecond.
 _SHELL = "/bin/sh"
-_SCRIPT = 'cd / && ulimit -c 0 && read -r line </proc/self/stat && echo "$line" >"$0" && exec "$@"'
+_SCRIPT = 'cd / && ulimit -c 0 &&%s read -r line </proc/self/stat && echo "$line" >"$0" && exec "$@"'
 _ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 _DEFAULTED = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ)
 _KILLED_S = 20.0
@@ -40,11 +39,6 @@ _LOG_TAIL_BYTES = 4096
 _TERMINATED = "terminating on signal"
 # A socket whose path was too long for an address has another one to QEMU, which it can not remove.
 _NOISE = "Failed to unlink socket"
-
-# struct pidfd_info of <linux/pidfd.h>, first version: mask, cgroup id, eleven ids, wait status.
-_PIDFD_INFO = struct.Struct("<QQ11Ii")
-_PIDFD_GET_INFO = (3 << 30) | (_PIDFD_INFO.size << 16) | (0xFF << 8) | 11
-_PIDFD_INFO_EXIT = 1 << 3
 
 
 class Ending(NamedTuple):
@@ -86,12 +80,16 @@ class Process:
         self._run, self._pidfd = run_dir, pidfd
 
     @classmethod
-    def spawn(cls, argv: Sequence[str], run_dir: Path, *, inherit: Sequence[int]) -> Self:
+    def spawn(
+        cls, argv: Sequence[str], run_dir: Path, *, inherit: Sequence[int], files_bytes: int | None = None
+    ) -> Self:
         """Start it in a session of its own; it gets the descriptors of `inherit`, under the same numbers, and no other.
-        OSError."""
-        for stale in ("qemu.pid", "qemu.live", "qemu.ended"):
+        With `files_bytes` it makes no file larger: writing more is an error to it. OSError."""
+        for stale in ("qemu.pid", stray.LIVE_NAME, "qemu.ended"):
             (run_dir / stale).unlink(missing_ok=True)
         (run_dir / "qemu.pid").touch(mode=0o600)  # from here on somebody may be about to write it
+        # POSIX has it in units of 512 bytes; the signal would end it, and is ignored.
+        limit = "" if files_bytes is None else f" trap '' XFSZ && ulimit -f {files_bytes >> 9} &&"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         log = os.open(run_dir / "qemu.log", flags, 0o600)
         try:
@@ -110,7 +108,7 @@ class Process:
                     run_dir,
                     lambda: os.posix_spawn(
                         _SHELL,
-                        [_SHELL, "-c", _SCRIPT, str(run_dir / "qemu.pid"), *argv],
+                        [_SHELL, "-c", _SCRIPT % limit, str(run_dir / "qemu.pid"), *argv],
                         _ENVIRONMENT,
                         file_actions=actions,
                         setsid=True,
@@ -180,11 +178,22 @@ class Process:
 
 def alive(run_dir: Path) -> bool:
     """Whether the QEMU that was started in this directory lives."""
+    return pid_of(run_dir) is not None
+
+
+def pid_of(run_dir: Path) -> int | None:
+    """The process id of the QEMU that was started in this directory, when it lives."""
     found = _find(run_dir)
     if found is None:
-        return False
+        return None
     os.close(found[1])
-    return True
+    return found[0]
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal, or a debugger, has stopped this process."""
+    now = procstat.stat(pid)
+    return now is not None and now.state in "Tt"
 
 
 def last_ending(run_dir: Path) -> Ending | None:
@@ -195,7 +204,7 @@ def last_ending(run_dir: Path) -> Ending | None:
     except (OSError, ValueError, KeyError):
         if not (run_dir / "qemu.pid").exists():
             return None
-        return Ending(crashed=(run_dir / "qemu.live").exists(), log_line=line)
+        return Ending(crashed=(run_dir / stray.LIVE_NAME).exists(), log_line=line)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         return Ending(signal=-code, crashed=True, log_line=line)
@@ -222,7 +231,7 @@ def _open_descriptors() -> list[int]:
 
 def _find(run_dir: Path) -> tuple[int, int] | None:
     """Pid and a descriptor of the living QEMU of this directory, which is no other process that has its pid now."""
-    written = _read_pid(run_dir / "qemu.pid")
+    written = _read_pid(run_dir / "qemu.pid") or _stray(run_dir)
     if written is None:
         return None
     pid, started = written
@@ -230,7 +239,7 @@ def _find(run_dir: Path) -> tuple[int, int] | None:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return None
-    now = _stat(pid)
+    now = procstat.stat(pid)
     if now is not None and now.started == started:
         if now.state not in "ZX":
             return pid, pidfd
@@ -239,6 +248,17 @@ def _find(run_dir: Path) -> tuple[int, int] | None:
             _record(run_dir, status)
     os.close(pidfd)
     return None
+
+
+def _stray(run_dir: Path) -> tuple[int, int] | None:
+    """As `_read_pid`, for one whose pid file somebody has removed; it gets another."""
+    pid = stray.find(run_dir)
+    now = None if pid is None else procstat.stat(pid)
+    if now is None:
+        return None
+    with contextlib.suppress(OSError):  # there may be no directory, and no room
+        (run_dir / "qemu.pid").write_text(Path(f"/proc/{now.pid}/stat").read_text())
+    return now.pid, now.started
 
 
 def _read_pid(path: Path) -> tuple[int, int] | None:
@@ -250,34 +270,14 @@ def _read_pid(path: Path) -> tuple[int, int] | None:
         except FileNotFoundError:
             return None
         if text.endswith("\n"):
-            stat = _Stat.parse(text)
+            try:
+                stat = procstat.Stat.parse(text)
+            except (ValueError, IndexError):  # somebody else wrote it
+                return None
             return stat.pid, stat.started
         if time.monotonic() >= deadline:
             return None
         time.sleep(_POLL_S)
-
-
-class _Stat(NamedTuple):
-    """What we want of proc(5) /proc/PID/stat; `started` in clock ticks since boot."""
-
-    pid: int
-    state: str
-    started: int
-    exit_status: int
-
-    @classmethod
-    def parse(cls, text: str) -> _Stat:
-        fields = text.rpartition(")")[2].split()
-        return cls(
-            pid=int(text.partition(" ")[0]), state=fields[0], started=int(fields[19]), exit_status=int(fields[49])
-        )
-
-
-def _stat(pid: int) -> _Stat | None:
-    try:
-        return _Stat.parse(Path(f"/proc/{pid}/stat").read_text())
-    except (FileNotFoundError, ProcessLookupError):
-        return None
 
 
 def _wait_status(run_dir: Path, pid: int, pidfd: int) -> int | None:
@@ -290,25 +290,14 @@ def _wait_status(run_dir: Path, pid: int, pidfd: int) -> int | None:
         return result.si_status << 8 if result.si_code == os.CLD_EXITED else result.si_status
     deadline = time.monotonic() + _REAPED_S
     while time.monotonic() < deadline and not (run_dir / "qemu.ended").exists():
-        status = _status_of_descriptor(pidfd)
+        status = procstat.status_of_descriptor(pidfd)
         if status is not None:
             return status
-        stat = _stat(pid)
+        stat = procstat.stat(pid)
         if stat is not None and stat.state in "ZX":
             return stat.exit_status
         time.sleep(_POLL_S)
     return None
-
-
-def _status_of_descriptor(pidfd: int) -> int | None:
-    """What the kernel keeps for open descriptors of a process that was reaped; None before Linux 6.15."""
-    info = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13))
-    try:
-        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
-    except OSError:
-        return None
-    mask, *_, status = _PIDFD_INFO.unpack(info)
-    return int(status) if mask & _PIDFD_INFO_EXIT else None
 
 
 def _record(run_dir: Path, wait_status: int) -> None:

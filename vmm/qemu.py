@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from fuse import protocol
+from imaged.errors import FormatError
 from imaged.snapshot import Machine
 from vmm import facts
 from vmm.agentproto import PORT_COUNT
@@ -28,6 +29,7 @@ from vmm.errors import QemuError, VmStateError
 from vmm.machine import UPPER_FILE, UPPER_OPTIONS, Descriptors, MachineSpec, arguments
 from vmm.process import Ending, Process
 from vmm.qmp import Monitor
+from vmm.stray import LIVE_NAME
 
 _START_S = 60.0
 _ANSWER_S = 20.0
@@ -35,6 +37,8 @@ _STOP_S = 60.0
 _SAVE_S = 60.0
 _LOAD_S = 60.0
 _BACKLOG = 16
+_FILES_BYTES = 128 << 20
+"""Twice what device state may have, the largest file that a QEMU without a disk writes."""
 _NOT_LOADED = "QEMU could not load the device state"
 _LOADED, _LOAD_FAILED = "completed", ("failed", "cancelled")
 
@@ -87,9 +91,12 @@ class Qemu:
                 state = stack.enter_context(open(spec.state_path, "rb", buffering=0)).fileno()
                 passed.append(state)
             console = None if state is not None else Console(run_dir / "serial.sock")
-            argv = [*arguments(spec, program, descriptors), "-pidfile", str(run_dir / "qemu.live")]
+            # What a guest prints can not fill the host's disk; one with a disk of its own may write as much anyway.
+            files_bytes = _FILES_BYTES if spec.upper_path is None else None
+            argv = [*arguments(spec, program, descriptors), "-pidfile", str(run_dir / LIVE_NAME)]
             try:
-                qemu = cls(run_dir, Process.spawn(argv, run_dir, inherit=passed), console=console)
+                process = Process.spawn(argv, run_dir, inherit=passed, files_bytes=files_bytes)
+                qemu = cls(run_dir, process, console=console)
             except BaseException:
                 if console is not None:
                     console.close()
@@ -174,9 +181,10 @@ class Qemu:
         try:
             return Machine.from_json(json.loads(path.read_bytes()))
         except FileNotFoundError as error:
-            raise VmStateError(
-                f"{path} is not there: the VM has not started", hint="remove it and start again"
-            ) from error
+            hint = "it can not be parked or forked: copy out what you need with `pvisor vm exec`, then `pvisor vm rm`"
+            raise VmStateError(f"{path}, which says what the machine is, is gone", hint=hint) from error
+        except (ValueError, FormatError) as error:
+            raise VmStateError(f"{path}, which says what the machine is, is damaged: {error}") from error
 
     def console_tail(self) -> str:
         """What a guest that this object booted has printed on its serial line since the last call, if anything.

@@ -152,7 +152,9 @@ class Monitor:
             return ending.error()
         if isinstance(error, TimeoutError | BlockingIOError):
             return QemuTimeoutError(f"QEMU (pid {self._process.pid}): too many commands wait at {path}")
-        return QemuError(f"QEMU (pid {self._process.pid}) lives and has no monitor at {path}: {error.strerror}")
+        hint = "files of this VM are gone: `pvisor vm rm` ends it" if isinstance(error, FileNotFoundError) else ""
+        text = f"QEMU (pid {self._process.pid}) lives and has no monitor at {path}: {error.strerror}"
+        return QemuError(text, hint=hint)
 
 
 def _message(line: bytes) -> dict[str, Any]:

@@ -76,6 +76,22 @@ class VmRecord:
     device: int = 0
     boot: str = field(default_factory=lambda: VmRecord.current_boot())
 
+    @classmethod
+    def unknown(cls, name: str) -> Self:
+        """For a VM of which nothing is known but that it is there, or that is just being made."""
+        return cls(
+            name=name,
+            state=State.BOOTING,
+            image="",
+            image_name="",
+            image_config={},
+            memory_bytes=0,
+            cpus=0,
+            disk_bytes=0,
+            network="none",
+            created_ns=0,
+        )
+
     @staticmethod
     def current_boot() -> str:
         """What tells this boot of the host from all others."""
@@ -147,17 +163,30 @@ def load(directory: Path) -> VmRecord:
 def save(directory: Path, record: VmRecord) -> None:
     """In place of the record there was; whole after any crash, and durable when this returns. OSError."""
     _write(directory / _PARTIAL_NAME, record)
+    _sync(directory / _PARTIAL_NAME)
     (directory / _PARTIAL_NAME).replace(directory / RECORD_NAME)
     sync_directory(directory)
 
 
-def prepare(directory: Path, record: VmRecord) -> None:
-    """Keep a record for `take_prepared`, which then needs no room on the disk. OSError."""
-    _write(directory / _PREPARED_NAME, record)
+def replace_prepared(directory: Path, before: VmRecord, record: VmRecord) -> None:
+    """As `save`, seen by all when this returns, and durable after `sync`; `before` is kept for `take_prepared`, which
+    then needs no room on the disk. OSError."""
+    _write(directory / _PREPARED_NAME, before)
+    _write(directory / _PARTIAL_NAME, record)
+    (directory / _PARTIAL_NAME).replace(directory / RECORD_NAME)
+
+
+def sync(directory: Path) -> None:
+    """What `replace_prepared` wrote is durable when this returns. OSError."""
+    for name in (_PREPARED_NAME, RECORD_NAME):
+        _sync(directory / name)
+    sync_directory(directory)
 
 
 def take_prepared(directory: Path) -> None:
-    """Make the record that was prepared the VM's. FileNotFoundError when there is none; OSError."""
+    """Make the record that was prepared the VM's. FileNotFoundError when there is none, FormatError when it is not
+    whole; OSError."""
+    VmRecord.parse((directory / _PREPARED_NAME).read_bytes())
     (directory / _PREPARED_NAME).replace(directory / RECORD_NAME)
     sync_directory(directory)
 
@@ -166,5 +195,11 @@ def _write(path: Path, record: VmRecord) -> None:
     with open(path, "wb") as stream:  # one writer: it has the VM's lock
         os.fchmod(stream.fileno(), 0o600)
         stream.write(record.to_bytes())
-        stream.flush()
-        os.fdatasync(stream.fileno())
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fdatasync(fd)
+    finally:
+        os.close(fd)

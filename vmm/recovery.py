@@ -15,9 +15,10 @@ from imaged.config import Config
 from imaged.errors import ChunkError, FormatError, PvisorError
 from vmm import process
 from vmm.errors import VmNotFoundError, VmStateError
+from vmm.held import Held, disk_faults, release
 from vmm.process import Process
 from vmm.record import Park, State, VmRecord
-from vmm.vms import Held, Vms, disk_faults, is_owned, release
+from vmm.vms import Vms, is_owned
 
 if TYPE_CHECKING:
     from imaged.store import ChunkStore
@@ -106,8 +107,8 @@ def undo_park(held: Held) -> None:
 
     lives = process.alive(held.run)
     if lives:
-        with Qemu.attach(held.run) as machine:
-            machine.cont()
+        with Qemu.attach(held.run) as qemu:
+            qemu.cont()
     held.undo()
     if lives:
         from vmm.identity import set_clock
@@ -143,6 +144,7 @@ def clear(held: Held) -> None:
     with disk_faults(f"VM {held.name!r}: {held.path}"):
         held.disk.unlink(missing_ok=True)
         held.memory.unlink(missing_ok=True)
+        held.console_log.unlink(missing_ok=True)
 
 
 def end(run: Path) -> None:

@@ -6,9 +6,10 @@ import contextlib
 from dataclasses import dataclass
 
 from imaged.errors import FormatError, PvisorError
-from vmm import record, recovery
+from vmm import record, recovery, stray
+from vmm.held import Held
 from vmm.record import State
-from vmm.vms import Held, Vms
+from vmm.vms import Vms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,6 @@ def remove(vms: Vms, name: str, *, keep_snapshot: bool = False) -> Removed:
     its own last park stays: it is what was saved before. So do snapshots of other names, and VMs forked from any.
     """
     if _is_damaged(vms, name):
-        recovery.end(vms.run(name))
         vms.remove_damaged(name)
         return Removed(name=name)
     with vms.hold_as_it_is(name) as held:
@@ -75,7 +75,7 @@ def _is_damaged(vms: Vms, name: str) -> bool:
     try:
         record.load(vms.path(name))
     except (FileNotFoundError, NotADirectoryError):
-        return False
+        return stray.find(vms.run(name)) is not None
     except (OSError, FormatError):
         return True
     return False

@@ -7,7 +7,6 @@ forks of a snapshot share them in the host's page cache.
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,27 +15,26 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fuse import node, vmlease
-from fuse.errors import NodeError
 from fuse.opened import OpenSnapshot
 from fuse.warm import warm
-from imaged.config import Config
-from imaged.errors import ChunkError, FormatError, NotFoundError, UpstreamError
 from imaged.progress import NoProgress, Progress
 from vmm import facts, identity, recovery
+from vmm.blocks import daemon_gone, require_device
+from vmm.capacity import check_count
 from vmm.errors import VmArgumentError, VmError
-from vmm.machine import NETWORKS, MachineSpec
+from vmm.held import Held, disk_faults
+from vmm.machine import MachineSpec
 from vmm.process import alive
 from vmm.qemu import Qemu
 from vmm.record import State, VmRecord
-from vmm.vms import NAME, Held, Vms, disk_faults
+from vmm.source import base_name, open_snapshot
+from vmm.vms import NAME, Vms
 from vmm.workload import taken
 
 if TYPE_CHECKING:
-    from imaged.snapshots import Snapshot
+    pass
 
 _AGENT_S = 120.0
-_NOT_HERE = "no snapshot {} on this host, and no VM of this name"
-_LIKE_AN_ID = re.compile(r"[0-9a-f]{8,64}")
 _AT_ONCE = 2 * (os.cpu_count() or 1) + 2
 
 
@@ -60,6 +58,7 @@ def resume(
     UpstreamError, VmArgumentError; a parked VM is then parked still.
     """
     progress = progress or NoProgress()
+    _check(text, network)
     recovery.sweep(vms)
     if name in (None, text) and NAME.fullmatch(text) and vms.exists(text):
         with vms.hold(text) as held:
@@ -79,7 +78,7 @@ def resume(
         network = _own(vms.get(text))
     if name is not None:
         return _make(vms, snapshot, [(name, False)], server, progress, network)[0]
-    base = _base(vms, text, server, progress)
+    base = base_name(vms, text, server, progress)
     return _make(vms, snapshot, [(base, vms.path(base).exists())], server, progress, network)[0]
 
 
@@ -97,6 +96,8 @@ def fork(
     They are called NAME-1, NAME-2 and so on. `network` and errors as of `resume`.
     """
     progress = progress or NoProgress()
+    _check(text, network)
+    check_count(count)
     recovery.sweep(vms)
     if _is_vm(vms, text) and vms.get(text).state != State.PARKED:
         from vmm.parking import frozen
@@ -104,11 +105,18 @@ def fork(
         with frozen(vms, text, progress=progress) as taken_down:
             network = network or _own(vms.get(text))
             return _make(vms, taken_down.snapshot, [(text, True)] * count, server, progress, network)
-    names = [(_base(vms, text, server, progress), True)] * count
+    names = [(base_name(vms, text, server, progress), True)] * count
     snapshot = snapshot_of(vms, text)
     if network is None and snapshot != text:
         network = _own(vms.get(text))
     return _make(vms, snapshot, names, server, progress, network)
+
+
+def _check(text: object, network: object) -> None:
+    if not isinstance(text, str):
+        raise VmArgumentError(f"{text!r} is no text", hint="give the name of a VM or a snapshot as a str")
+    if network not in (None, "none", "user"):
+        raise VmArgumentError(f"network {network!r} is none", hint="one of none, user")
 
 
 def _own(record: VmRecord) -> str | None:
@@ -119,8 +127,6 @@ def _own(record: VmRecord) -> str | None:
 def _network(opened: OpenSnapshot, asked: str | None) -> str:
     """What a machine gets that goes on from this snapshot. It can not lose an interface: then that leads nowhere."""
     made_with = opened.record.machine.network
-    if asked is not None and asked not in NETWORKS:
-        raise VmArgumentError(f"network {asked!r} is none", hint=f"one of {', '.join(NETWORKS)}")
     if made_with == "none":
         if asked == "user":
             label = opened.name or opened.id[:12]
@@ -152,33 +158,6 @@ def _is_vm(vms: Vms, text: str) -> bool:
     return True
 
 
-def _base(vms: Vms, text: str, server: str | None, progress: Progress) -> str:
-    """What VMs of it are called: as the VM or snapshot that the text names. From (the start of) an id they are called
-    as the snapshot is, else as the VM that it was made of. NotFoundError, UpstreamError."""
-    if NAME.fullmatch(text) and (vms.exists(text) or not _LIKE_AN_ID.fullmatch(text)):
-        return text
-    found = _found(vms.config, text)
-    if found is None and server and vms.config.store.is_dir() and not _is_here(vms.config, text):
-        _pull(vms.config, text, server, progress)
-        found = _found(vms.config, text)
-    names = (found.name or "", found.record.vm) if found is not None else ()
-    return next((name for name in names if NAME.fullmatch(name)), "vm")
-
-
-def _found(config: Config, text: str) -> Snapshot | None:
-    """The snapshot, when it is here and whole enough to be opened."""
-    if not config.store.is_dir():
-        return None
-    from imaged import snapshots
-    from imaged.store import ChunkStore
-
-    with ChunkStore.open(config.store, readonly=True) as store:
-        try:
-            return snapshots.find(store, text)
-        except (NotFoundError, ChunkError, FormatError):  # opening it says so
-            return None
-
-
 def _make(
     vms: Vms,
     snapshot: str,
@@ -199,18 +178,7 @@ def _make(
 
 def _wanted(name: str) -> VmRecord:
     """What the snapshot says is filled in when it is open."""
-    return VmRecord(
-        name=name,
-        state=State.BOOTING,
-        image="",
-        image_name="",
-        image_config={},
-        memory_bytes=0,
-        cpus=0,
-        disk_bytes=0,
-        network="none",
-        created_ns=time.time_ns(),
-    )
+    return replace(VmRecord.unknown(name), created_ns=time.time_ns())
 
 
 def _restore(
@@ -223,57 +191,20 @@ def _restore(
         for held in helds:
             leases[held.name] = vmlease.take(config, held.name)
             stack.callback(os.close, leases[held.name])
-        opened = _open(config, snapshot, server, progress)
+        opened = open_snapshot(config, snapshot, server, progress)
         warming = threading.Thread(target=_warm, args=(opened,), name="warm", daemon=True)
         warming.start()
         facts.check_host(opened.record.machine)
         network = _network(opened, network)
         who = helds[0].name if len(helds) == 1 else f"{len(helds)} VMs"
         progress.start(f"starting {who} from {opened.name or opened.id[:12]}", None)
-        device = config.blocks.stat().st_dev
+        device = require_device(config)
         try:
             _each(helds, lambda held: _start(vms, held, opened, leases[held.name], device, network))
         except BaseException:
             for held in helds:
                 recovery.end(held.run)
             raise
-
-
-def _open(config: Config, snapshot: str, server: str | None, progress: Progress) -> OpenSnapshot:
-    """One that is not here is pulled lazily first. NodeError, NotFoundError, UpstreamError."""
-    try:
-        return node.open_snapshot(config, snapshot, server=server)
-    except NodeError as error:
-        if not config.store.is_dir() or _is_here(config, snapshot):
-            raise
-        if not server:
-            hint = "`pvisor snapshot ls` lists them; set --server or PVISOR_SERVER to get one from a server"
-            raise NotFoundError(_NOT_HERE.format(snapshot), hint=hint) from error
-    _pull(config, snapshot, server, progress)
-    return node.open_snapshot(config, snapshot, server=server)
-
-
-def _pull(config: Config, snapshot: str, server: str, progress: Progress) -> None:
-    """Lazily. NotFoundError, UpstreamError."""
-    from imaged.acquire import pull_snapshot
-
-    text = _NOT_HERE.format(snapshot)
-    try:
-        pull_snapshot(replace(config, server=server), snapshot, lazy=True, progress=progress)
-    except NotFoundError as error:
-        hint = "`pvisor snapshot ls` lists snapshots, with --remote the server's"
-        raise NotFoundError(f"{text}; and none at {server}", hint=hint) from error
-    except UpstreamError as error:
-        raise UpstreamError(f"{text}; and {error.message}", hint=error.hint) from error
-
-
-def _is_here(config: Config, snapshot: str) -> bool:
-    """Whether the store knows the snapshot, damaged or not, or more than one that is meant."""
-    from imaged.snapshots import knows
-    from imaged.store import ChunkStore
-
-    with ChunkStore.open(config.store, readonly=True) as store:
-        return knows(store, snapshot)
 
 
 def _each(helds: Sequence[Held], start: Callable[[Held], None]) -> None:
@@ -333,6 +264,7 @@ def _start(vms: Vms, held: Held, opened: OpenSnapshot, lease: int, device: int, 
         state_path=opened.state_path,
         machine=machine.machine,
         kernel_release=machine.kernel,
+        console_log=held.console_log,
     )
     try:
         with Qemu.start(spec, held.run, inherit=[lease], recorded=machine) as qemu:
@@ -340,9 +272,12 @@ def _start(vms: Vms, held: Held, opened: OpenSnapshot, lease: int, device: int, 
             node.check_snapshot(vms.config, opened.id)
             qemu.cont()
         identity.give(held.run, held.name, mac=mac, timeout_s=_AGENT_S)
+    except OSError as error:  # device state, of the daemon's files as well
+        raise daemon_gone(str(error.filename), error) from error
     except VmError:
-        if not alive(held.run):  # it may have died of memory that could not be read: that chunk is named then
-            node.check_snapshot(vms.config, opened.id)
+        if not alive(held.run):
+            require_device(vms.config)  # it may have died of a daemon that is gone,
+            node.check_snapshot(vms.config, opened.id)  # or of memory that can not be read: that chunk is named then
         raise
     held.save(state=State.RUNNING)
 

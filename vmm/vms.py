@@ -13,101 +13,32 @@ puts it in order first (`vmm.recovery`). A directory without a record is no VM y
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from fuse import vmlease
 from imaged.config import Config
 from imaged.errors import FormatError
 from imaged.names import VM_NAME
-from vmm import record
-from vmm.errors import VmBusyError, VmError, VmExistsError, VmFullError, VmNotFoundError, VmSetupError
+from vmm import record, stray
+from vmm.errors import VmArgumentError, VmBusyError, VmError, VmExistsError, VmNotFoundError, VmSetupError
+from vmm.held import Held, disk_faults, release, space_hint
 from vmm.record import State, VmRecord
 
 if TYPE_CHECKING:
-    from imaged.ids import ChunkId
+    pass
 
 NAME = VM_NAME
 _LONGEST_NAME = 63
 _WAIT_S = 2.0
 """Long enough for a command that only looks whether a VM needs putting in order."""
 _POLL_S = 0.01
-
-
-@dataclass(slots=True, kw_only=True)
-class Held:
-    """A VM whose lock this process has. Made by `Vms`, which lets go of it as well. For one thread at a time."""
-
-    path: Path
-    run: Path
-    blocks: Path
-    record: VmRecord
-    lock_fd: int
-    owner_fd: int = field(default=-1)
-
-    @property
-    def name(self) -> str:
-        return self.record.name
-
-    @property
-    def disk(self) -> Path:
-        return self.path / "disk.qcow2"
-
-    @property
-    def memory(self) -> Path:
-        """The empty file that a booted VM maps. Not in PVISOR_RUN: on a tmpfs each page read of it would take one."""
-        return self.path / "memory"
-
-    def save(self, **changes: Any) -> None:
-        """The record with these changes, durably. VmSetupError, and as it VmFullError."""
-        changed = replace(self.record, **changes)
-        with disk_faults(f"VM {self.name!r}: vm.json"):
-            record.save(self.path, changed)
-        self.record = changed
-
-    def save_if_room(self, **changes: Any) -> None:
-        """As `save`, but on a full disk the changes are only here: for who makes room, or does the same again."""
-        try:
-            self.save(**changes)
-        except VmFullError:
-            self.record = replace(self.record, **changes)
-
-    def begin(self, **changes: Any) -> None:
-        """As `save`, with what it takes to `undo` it on a full disk. VmSetupError."""
-        with disk_faults(f"VM {self.name!r}: vm.json"):
-            record.prepare(self.path, self.record)
-        self.save(**changes)
-
-    def undo(self) -> None:
-        """The record as it was before `begin`, also when another process began. VmSetupError."""
-        try:
-            record.take_prepared(self.path)
-            self.record = record.load(self.path)
-        except (OSError, FormatError) as error:
-            raise VmSetupError(f"VM {self.name!r}: vm.json: {error}", hint="see the disk of PVISOR_HOME") from error
-
-    def make_run(self) -> None:
-        """An empty directory for what runs. VmSetupError."""
-        self.clear_run()
-        try:
-            self.run.mkdir(0o700, parents=True)
-        except OSError as error:
-            hint = "set PVISOR_RUN to a directory you can write"
-            raise VmSetupError(f"VM {self.name!r}: {self.run}: {error.strerror}", hint=hint) from error
-
-    def clear_run(self) -> None:
-        """Nothing of it runs any more. VmSetupError."""
-        if self.run.exists():
-            import shutil  # an eighth of the imports of a resume, for what it rarely does
-
-            with disk_faults(f"VM {self.name!r}: {self.run}"):
-                shutil.rmtree(self.run)
 
 
 class Vms:
@@ -122,16 +53,19 @@ class Vms:
         return [found for _, found in self.found() if found is not None]
 
     def found(self) -> Iterator[tuple[str, VmRecord | None]]:
-        """Every VM by name, with None for one whose vm.json does not say what it is."""
-        for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
-            if not NAME.fullmatch(path.name):
+        """Every VM by name, with None for one whose vm.json does not say what it is, or is gone while it runs."""
+        running = stray.running_in(self.config.run / "vms")
+        names = {path.name for path in self.root.iterdir()} if self.root.is_dir() else set()
+        for name in sorted(names | running.keys()):
+            if not NAME.fullmatch(name):
                 continue
             try:
-                yield path.name, record.load(path)
-            except FileNotFoundError:  # no VM yet, or none any more
-                continue
+                yield name, record.load(self.root / name)
+            except (FileNotFoundError, NotADirectoryError):  # else no VM yet, or none any more
+                if name in running:
+                    yield name, None
             except (OSError, FormatError):
-                yield path.name, None
+                yield name, None
 
     def temporary(self) -> Iterator[str]:
         """The names of VMs that belong to a command, or did when it was there. Reads no record."""
@@ -148,6 +82,9 @@ class Vms:
         try:
             return record.load(path)
         except (FileNotFoundError, NotADirectoryError) as error:
+            if stray.find(self.run(name)) is not None:
+                hint = f"`pvisor vm rm {name}` ends it"
+                raise VmError(f"VM {name!r} is damaged: it runs, and its vm.json is gone", hint=hint) from error
             raise VmNotFoundError(f"no VM {name!r}", hint="`pvisor vm ls` lists them") from error
         except (OSError, FormatError) as error:
             raise VmError(
@@ -158,9 +95,9 @@ class Vms:
         return (self.path(name) / record.RECORD_NAME).exists()
 
     def path(self, name: str) -> Path:
-        """VmSetupError when that is no name."""
+        """VmArgumentError when that is no name."""
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise VmSetupError(
+            raise VmArgumentError(
                 f"{name!r} is not a VM name", hint="use up to 63 letters, digits, '_', '.', '-', not '.' or '-' first"
             )
         return self.root / name
@@ -219,15 +156,25 @@ class Vms:
             raise
 
     def remove_damaged(self, name: str) -> None:
-        """What is left of a VM whose vm.json does not say what it was; the caller has ended its QEMU. VmBusyError."""
-        path = self.path(name)
-        lock_fd = self._try(path)
-        if lock_fd is None:
-            raise self._busy(name)
+        """End a VM whose vm.json does not say what it was, and remove what is left of it. VmBusyError."""
         import shutil
 
+        from vmm.recovery import end
+
+        path = self.path(name)
         try:
+            lock_fd = self._try(path)
+        except VmNotFoundError:  # not even its directory is left
+            end(self.run(name))
             shutil.rmtree(self.run(name), ignore_errors=True)
+            vmlease.drop(self.config, name)
+            return
+        if lock_fd is None:
+            raise self._busy(name)
+        try:
+            end(self.run(name))
+            shutil.rmtree(self.run(name), ignore_errors=True)
+            vmlease.drop(self.config, name)
             self._remove(path)
         finally:
             release(lock_fd)
@@ -235,6 +182,7 @@ class Vms:
     def remove(self, held: Held) -> None:
         """All of a VM that does not run, but the snapshots; its record goes last, so that it is listed until then."""
         held.clear_run()
+        vmlease.drop(self.config, held.name)
         self._remove(held.path)
         if held.owner_fd >= 0:
             release(held.owner_fd)
@@ -305,6 +253,8 @@ class Vms:
 
     def _hold(self, name: str) -> Held:
         path, deadline = self.path(name), time.monotonic() + _WAIT_S
+        if not path.is_dir():
+            self.get(name)  # says why
         while True:
             lock_fd = self._try(path)
             if lock_fd is not None:
@@ -373,29 +323,6 @@ class Vms:
             release(fd)
 
 
-def kept_snapshots(config: Config) -> set[ChunkId]:
-    """The snapshots that VMs stand on. VmError for a VM that does not say."""
-    return _kept(config, lambda found: found.snapshot)
-
-
-def kept_images(config: Config) -> set[ChunkId]:
-    """The images that VMs stand on. VmError for a VM that does not say."""
-    return _kept(config, lambda found: found.image)
-
-
-def _kept(config: Config, key: Callable[[VmRecord], str]) -> set[ChunkId]:
-    from imaged.ids import ChunkId
-
-    kept = set()
-    for name, found in Vms(config).found():
-        if found is None:
-            hint = f"`pvisor vm rm {name}`, or restore its vm.json"
-            raise VmError(f"VM {name!r} does not say which snapshot and image it stands on", hint=hint)
-        if key(found):
-            kept.add(ChunkId.parse(key(found)))
-    return kept
-
-
 def is_owned(path: Path) -> bool:
     """Whether the command that a temporary VM belongs to is still there."""
     try:
@@ -409,29 +336,6 @@ def is_owned(path: Path) -> bool:
     finally:
         os.close(fd)
     return False
-
-
-def release(lock_fd: int) -> None:
-    """Unlocked, not only closed: a child that another thread is just forking has the descriptor too, for a moment."""
-    fcntl.flock(lock_fd, fcntl.LOCK_UN)
-    os.close(lock_fd)
-
-
-def space_hint(error: OSError) -> str:
-    """What to do about a file that could not be written."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "free space on the file system of PVISOR_HOME: `pvisor vm rm`, `pvisor snapshot rm`, `pvisor store gc`"
-    return "set PVISOR_HOME to a directory you can write"
-
-
-@contextmanager
-def disk_faults(what: str) -> Iterator[None]:
-    """An OSError of this block is a VmSetupError that begins so, VmFullError when there is no room."""
-    try:
-        yield
-    except OSError as error:
-        kind = VmFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else VmSetupError
-        raise kind(f"{what}: {error.strerror}", hint=space_hint(error)) from error
 
 
 def _empty(path: Path) -> None:

@@ -10,9 +10,17 @@ import pytest
 from imaged.store import ChunkStore
 from imaged.upstream import HttpUpstream, RetryPolicy
 from tests.support.chunkserver import ChunkServer, chunk_server
+from tests.support.swift import S3Server, run_swift
 from tests.support.synthetic import Synthetic, add_image
 
 QUICK = RetryPolicy(total_s=1.0, first_wait_s=0.02, longest_wait_s=0.1)
+
+
+@pytest.fixture(scope="session")
+def swift() -> Iterator[S3Server]:
+    """An S3 server without conditional PUT."""
+    with run_swift() as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -190,6 +190,7 @@ def small_home(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(home)], check=False, capture_output=True)
 
 
+@pytest.mark.alone
 def test_a_disk_that_is_full_costs_the_cache_only(small_home: Path, config: Config, front: Proxy) -> None:
     assert FILES * FILE_BYTES > 5 << 20
     mounted = mount(config)

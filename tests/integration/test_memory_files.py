@@ -129,6 +129,7 @@ def test_private_mappings_of_many_processes_see_the_same_and_keep_their_own(conf
         assert path.read_bytes() == parked.memory
 
 
+@pytest.mark.alone
 def test_a_memory_that_is_mapped_by_many_is_read_once(config: Config, parked: Parked) -> None:
     path = node.open_snapshot(config, "web").memory_path
     drop_caches()

@@ -362,6 +362,7 @@ def test_a_server_that_is_gone_fails_only_what_is_not_here(tmp_path: Path, serve
                 assert (mounted / "sub/file20").read_bytes() == content(20)
 
 
+@pytest.mark.alone
 def test_a_flipped_bit_in_the_cache_is_fetched_again(config: Config, tree: Path) -> None:
     mounted = mount(config)
     assert_equal(mounted, tree)

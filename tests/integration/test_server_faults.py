@@ -22,11 +22,11 @@ from imaged.errors import InvalidNameError, PvisorError, UpstreamError
 from imaged.fetch import Fetcher, Tally
 from imaged.frame import HEADER_BYTES, Codec, Frame, FrameHeader
 from imaged.ids import ChunkId
+from imaged.listening import listen
 from imaged.names import SourceName
 from imaged.progress import NoProgress
 from imaged.pull import pull_image
 from imaged.remote import Job, RemoteImage
-from imaged.server import _listen
 from imaged.store import ChunkStore
 from imaged.upstream import BootStream, HttpUpstream, RetryPolicy
 from tests.support.chunkserver import ChunkServer, ask, chunk_server
@@ -174,8 +174,9 @@ def test_a_pull_reports_the_name_it_was_asked_for(tmp_path: Path, monkeypatch: p
         assert pulled.name in ("a:1", "z:1", "registry.test/j:1")
 
 
+@pytest.mark.alone
 def test_a_command_does_not_wait_long_for_a_server_that_refuses() -> None:
-    with contextlib.closing(_listen("127.0.0.1", 0)) as listener:
+    with contextlib.closing(listen("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     started = time.monotonic()
     with acquire.command_upstream(f"http://127.0.0.1:{port}") as upstream, pytest.raises(UpstreamError) as caught:
@@ -248,13 +249,13 @@ def test_a_servers_conversion_is_seen_to_grow(
 
 
 def test_no_host_is_every_address() -> None:
-    with contextlib.closing(_listen("", 0)) as listener:
+    with contextlib.closing(listen("", 0)) as listener:
         address, port = listener.getsockname()[:2]
         assert ipaddress.ip_address(address).is_unspecified
         with socket.create_connection(("127.0.0.1", port), timeout=5):
             pass
     with pytest.raises(PvisorError, match="not a host name"):
-        _listen("a..b", 0)
+        listen("a..b", 0)
 
 
 def test_a_chunk_of_no_bytes_ends_no_fetcher(tmp_path: Path, local: ChunkStore) -> None:

@@ -144,23 +144,28 @@ def test_a_killed_collection_is_taken_up_by_the_next(tmp_path: Path) -> None:
         assert pack_numbers(tmp_path) == list(store.index.packs())
 
 
-def test_collection_names_who_has_the_store_open(tmp_path: Path) -> None:
+def test_a_rebuild_names_who_has_the_store_open(tmp_path: Path) -> None:
     with worker("hold", tmp_path) as process:
         assert first_line(process) == "open"
+        collect(tmp_path)
         with pytest.raises(StoreBusyError, match=f"process {process.pid} ") as caught:
-            collect(tmp_path)
+            check(tmp_path, rebuild=True)
         assert "store_worker" in caught.value.message
         assert "pvisor node stop" in caught.value.hint
-    collect(tmp_path)
+    check(tmp_path, rebuild=True)
 
 
-def test_opening_waits_for_a_collection(tmp_path: Path) -> None:
+def test_writing_beside_a_collection(tmp_path: Path) -> None:
     with ChunkStore.open(tmp_path) as store:
         for seed in range(500):
             store.put(noise(3000, seed))
-    with worker("gc", tmp_path) as process:
-        first_line(process)
-        with ChunkStore.open(tmp_path) as store:
-            store.put(noise(3000, 1))
-        assert process.wait(30) in (0, 1)
+        store.flush()
+        with worker("gc", tmp_path) as process:
+            first_line(process)
+            with store.lease("a test"):
+                store.put(noise(3000, 1))
+                record = build_image(store, range(4))
+                name_image(store, "kept:1", record)
+            assert process.wait(30) == 0
+        assert store.missing(reachable(store, record.id)) == []
     assert check(tmp_path).errors == []

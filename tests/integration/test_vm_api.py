@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,68 +40,69 @@ def config(made: Host, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 
 @pytest.fixture
-def machine(config: Config) -> Iterator[vmm.Vm]:
+def vm(config: Config) -> Iterator[vmm.Vm]:
     started = vmm.start(IMAGE, name="api", memory_bytes=MEMORY, config=config)
     yield started
     started.remove()
 
 
-def test_the_life_of_a_vm(config: Config, machine: vmm.Vm, tmp_path: Path) -> None:
-    result = machine.exec(["sh", "-c", "cat; echo err >&2; exit 4"], input=b"in", capture_output=True)
+def test_the_life_of_a_vm(config: Config, vm: vmm.Vm, tmp_path: Path) -> None:
+    result = vm.exec(["sh", "-c", "cat; echo err >&2; exit 4"], input=b"in", capture_output=True)
     assert result == vmm.Result(exit_code=4, stdout=b"in", stderr=b"err\n")
     with open(tmp_path / "out", "wb") as stream:
-        assert (
-            machine.exec(["sh", "-c", 'echo "$A $PWD"'], env={"A": "b"}, workdir="/tmp", stdout=stream).exit_code == 0
-        )
+        assert vm.exec(["sh", "-c", 'echo "$A $PWD"'], env={"A": "b"}, workdir="/tmp", stdout=stream).exit_code == 0
     assert (tmp_path / "out").read_bytes() == b"b /tmp\n"
     with pytest.raises(VmCommandError) as command:
-        machine.exec(["/no/such"])
+        vm.exec(["/no/such"])
     assert command.value.exit_code == 127
     with pytest.raises(VmTimeoutError) as late:
-        machine.exec(["sh", "-c", "echo early; sleep 60"], timeout_s=1, capture_output=True)
+        vm.exec(["sh", "-c", "echo early; sleep 60"], timeout_s=1, capture_output=True)
     assert late.value.stdout == b"early\n"
     with pytest.raises(VmExistsError):
         vmm.start(IMAGE, name="api", config=config)
     with pytest.raises(VmStateError):
-        machine.resume()
-    assert machine.status().state == "running"
+        vm.resume()
+    for nonsense in ({"argv": []}, {"argv": ["true"], "timeout_s": float("inf")}, {"argv": ["true"], "env": ["A=b"]}):
+        with pytest.raises(VmArgumentError):
+            vm.exec(**nonsense)
+    assert vm.status().state == "running"
     assert [one.name for one in vmm.listing(config=config)] == ["api"]
 
-    children = machine.fork(2)
+    children = vm.fork(2)
     assert [child.name for child in children] == ["api-1", "api-2"]
     for child in children:
         assert child.exec(["hostname"], capture_output=True).stdout.decode().strip() == child.name
         child.remove()
 
-    parked = machine.park("saved")
+    parked = vm.park("saved")
     assert (parked.vm, parked.name) == ("api", "saved")
-    assert machine.status().state == "parked"
+    assert vm.status().state == "parked"
     with pytest.raises(VmStateError, match="parked"):
-        machine.exec(["true"])
+        vm.exec(["true"])
     other = vmm.resume("saved", new_name="other", config=config)
     assert other.exec(["true"]).exit_code == 0
     other.remove()
-    assert machine.resume() == machine == vmm.get("api", config=config)
-    assert machine.exec(["true"]).exit_code == 0
+    assert vm.resume() == vm == vmm.get("api", config=config)
+    assert vm.exec(["true"]).exit_code == 0
 
 
-def test_a_process_in_a_vm_that_is_parked_goes_on_after_it(config: Config, machine: vmm.Vm) -> None:
+def test_a_process_in_a_vm_that_is_parked_goes_on_after_it(config: Config, vm: vmm.Vm) -> None:
     errors: list[Exception] = []
 
     def follow() -> None:
         try:
-            machine.exec(["sh", "-c", "echo > /run/began; sleep 3; echo done > /run/ended"], capture_output=True)
+            vm.exec(["sh", "-c", "echo > /run/began; sleep 3; echo done > /run/ended"], capture_output=True)
         except VmInterruptedError as error:
             errors.append(error)
 
     thread = threading.Thread(target=follow)
     thread.start()
-    machine.exec(["sh", "-c", "until [ -e /run/began ]; do sleep 0.1; done"], timeout_s=60)
-    machine.park()
+    vm.exec(["sh", "-c", "until [ -e /run/began ]; do sleep 0.1; done"], timeout_s=60)
+    vm.park()
     thread.join(60)
     assert "parked" in str(errors[0])
-    machine.resume()
-    machine.exec(["sh", "-c", "until [ -e /run/ended ]; do sleep 0.1; done"], timeout_s=60)
+    vm.resume()
+    vm.exec(["sh", "-c", "until [ -e /run/ended ]; do sleep 0.1; done"], timeout_s=60)
 
 
 def test_run_is_a_vm_for_one_process(config: Config) -> None:
@@ -111,9 +112,26 @@ def test_run_is_a_vm_for_one_process(config: Config) -> None:
 
 
 def test_nonsense_is_an_argument_error(config: Config) -> None:
-    with pytest.raises(VmArgumentError):
-        vmm.fork("api", 0, config=config)
-    with pytest.raises(VmArgumentError):
-        vmm.run(IMAGE, "true", config=config)
+    nonsense: list[Callable[[], object]] = [
+        lambda: vmm.fork("api", 0, config=config),
+        lambda: vmm.fork("api", 10**40, config=config),
+        lambda: vmm.fork(7, config=config),  # type: ignore[arg-type]
+        lambda: vmm.resume("api", network="restricted", config=config),
+        lambda: vmm.run(IMAGE, "true", config=config),
+        lambda: vmm.run(IMAGE, ["true"], timeout_s=float("nan"), config=config),
+        lambda: vmm.start(7, config=config),  # type: ignore[arg-type]
+        lambda: vmm.start(IMAGE, name="no name", config=config),
+        lambda: vmm.start(IMAGE, name=7, config=config),  # type: ignore[arg-type]
+        lambda: vmm.start(IMAGE, network="restricted", config=config),
+        *(lambda size=size: vmm.start(IMAGE, memory_bytes=size, config=config) for size in (0, -1, 1 << 26, 1 << 60)),
+        lambda: vmm.start(IMAGE, memory_bytes="1G", config=config),  # type: ignore[arg-type]
+        *(lambda cpus=cpus: vmm.start(IMAGE, cpus=cpus, config=config) for cpus in (0, 65, 1.5)),
+        lambda: vmm.start(IMAGE, disk_bytes=4097, config=config),
+        lambda: vmm.get("no name", config=config),
+    ]
+    for call in nonsense:
+        with pytest.raises(VmArgumentError):
+            call()
     with pytest.raises(VmNotFoundError):
         vmm.get("nobody", config=config)
+    assert vmm.listing(config=config) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from fuse import linux, rundir
 from imaged.config import Config
 from tests.support.command import Host
+from tests.support.cutoff import cut_off
 from tests.support.node import kill_daemon
 from tests.support.vm import qemus, sh, shown, start, state, vm_host, wait_until
 
@@ -29,44 +29,6 @@ MOMENTS = {
     "while QEMU ends": ("vmm.process.Process.wait", True),
     "before its directory is removed": ("vmm.recovery.clear", True),
 }
-KILLED = """
-import importlib, os, sys
-module, _, name = sys.argv[1].rpartition(".")
-try:
-    target = importlib.import_module(module)
-except ModuleNotFoundError:
-    module, _, class_name = module.rpartition(".")
-    target = getattr(importlib.import_module(module), class_name)
-setattr(target, name, lambda *a, **k: os.kill(os.getpid(), 9))
-from cli.main import main
-sys.argv[1:] = sys.argv[2:]
-main()
-"""
-
-# As KILLED, but what is killed is another process, and the command goes on.
-KILLING = """
-import importlib, os, sys
-from pathlib import Path
-module, _, name = sys.argv[1].rpartition(".")
-try:
-    target = importlib.import_module(module)
-except ModuleNotFoundError:
-    module, _, class_name = module.rpartition(".")
-    target = getattr(importlib.import_module(module), class_name)
-pid, original = int(sys.argv[2]), getattr(target, name)
-
-def killing(*args, **options):
-    setattr(target, name, original)
-    os.kill(pid, 9)
-    while Path(f"/proc/{pid}/stat").exists() and ") Z" not in Path(f"/proc/{pid}/stat").read_text():
-        pass
-    return original(*args, **options)
-
-setattr(target, name, killing)
-from cli.main import main
-sys.argv[1:] = sys.argv[3:]
-main()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +46,7 @@ def counting(made: Host) -> str:
 
 
 def killed_at(made: Host, moment: str, *argv: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, moment, *argv], env=made.env, capture_output=True, timeout=120, check=False
-    )
+    done = cut_off(made, moment, "kill", *argv)
     assert done.returncode == -9, done
 
 
@@ -182,10 +142,10 @@ def victim(made: Host, base: str) -> Iterator[str]:
 
 def while_killing(made: Host, pid: int, moment: str, *argv: str) -> tuple[int, str]:
     """The command's exit status, and what it says."""
-    command = [sys.executable, "-c", KILLING, moment, str(pid), *argv]
-    done = subprocess.run(command, env=made.env, capture_output=True, timeout=120, check=False, text=True)
-    assert "Traceback" not in done.stderr
-    return done.returncode, done.stderr
+    done = cut_off(made, moment, pid, *argv)
+    told = done.stderr.decode()
+    assert "Traceback" not in told
+    return done.returncode, told
 
 
 def daemon(made: Host) -> int:
@@ -245,7 +205,9 @@ def test_a_daemon_that_dies_while_a_vm_is_forked(made: Host, victim: str) -> Non
     assert_goes_on(made, f"{victim}-1")
 
 
-@pytest.mark.parametrize("moment", ["vmm.qemu.Qemu.wait_loaded", "vmm.qemu.Qemu.cont"])
+@pytest.mark.parametrize(
+    "moment", ["vmm.facts.check_host", "vmm.qemu.Qemu.start", "vmm.qemu.Qemu.wait_loaded", "vmm.qemu.Qemu.cont"]
+)
 def test_a_daemon_that_dies_while_a_vm_is_resumed(made: Host, victim: str, moment: str) -> None:
     made.run("vm", "park", victim)
     code, told = while_killing(made, daemon(made), moment, "vm", "resume", victim)

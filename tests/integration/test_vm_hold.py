@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.command import Host
+from tests.support.cutoff import cut_off
 from tests.support.vm import qemus, sh, start, state, vm_host, wait_until
 from vmm.agent import Agent
 from vmm.errors import AgentTimeoutError
@@ -27,29 +26,11 @@ for (1 .. 1_000_000) {
     syswrite $out, text("/proc/sys/kernel/random/uuid") . " $name\n";
 }
 """
-# `vm park` that fails, or is killed, where a function is called.
-CUT_OFF = """
-import importlib, os, sys
-module, _, name = sys.argv[1].rpartition(".")
-how = sys.argv[2]
-def cut_off(*arguments, **options):
-    if how == "kill":
-        os.kill(os.getpid(), 9)
-    raise OSError(5, "no such luck")
-if module == "vmm.qemu.Qemu":
-    from vmm.qemu import Qemu
-    setattr(Qemu, name, cut_off)
-else:
-    setattr(importlib.import_module(module), name, cut_off)
-from cli.main import main
-sys.argv[1:] = sys.argv[3:]
-main()
-"""
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    with vm_host(tmp_path_factory.mktemp("vm")) as host:
+    with vm_host(tmp_path_factory.mktemp("vm"), seeded=True) as host:
         yield host
 
 
@@ -80,11 +61,6 @@ def answers(made: Host, name: str) -> list[list[str]]:
     """UUID and hostname of each time; it asks no more."""
     sh(made, name, "touch /dev/shm/end")
     return [line.split() for line in sh(made, name, "cat /dev/shm/uuids").decode().splitlines()]
-
-
-def cut_off(made: Host, where: str, how: str, *argv: str) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-c", CUT_OFF, where, how, *argv]
-    return subprocess.run(command, env=made.env, capture_output=True, timeout=120, check=False)
 
 
 def test_no_child_has_a_uuid_of_another_or_of_its_parent(made: Host, asking: str) -> None:

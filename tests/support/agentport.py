@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import vmm.guest
+from vmm.guest.program import joined
 
-AGENT = Path(vmm.guest.__file__).with_name("agent.pl")
 _PIECE = 1 << 16
 
 
@@ -94,8 +93,10 @@ def local_agent(directory: Path, *, root: Path, ports: int = 1) -> Iterator[Path
         made = [Port(directory / f"agent-{number}.sock") for number in range(ports)]
         for port in made:
             stack.callback(port.close)
+        agent = directory / "agent.pl"
+        agent.write_bytes(joined())
         process = subprocess.Popen(
-            [*_agent_command(root), *(f"fd:{port.agent_end.fileno()}" for port in made)],
+            [*_agent_command(agent, root), *(f"fd:{port.agent_end.fileno()}" for port in made)],
             pass_fds=[port.agent_end.fileno() for port in made],
         )
         for port in made:
@@ -108,11 +109,11 @@ def local_agent(directory: Path, *, root: Path, ports: int = 1) -> Iterator[Path
             process.wait()
 
 
-def _agent_command(root: Path) -> Sequence[str]:
+def _agent_command(agent: Path, root: Path) -> Sequence[str]:
     """In a mount and uts namespace of its own; the root gets what a guest's has of /proc and /dev."""
     script = """
         mount --rbind /dev "$1/dev" && mount -t proc proc "$1/proc" &&
         mount -t devpts -o newinstance,ptmxmode=666,mode=620,gid=5 devpts "$1/dev/pts" || exit
         agent=$2 root=$1; shift 2; exec perl "$agent" --root "$root" "$@"
     """
-    return ["unshare", "--mount", "--uts", "sh", "-c", script, "sh", str(root), str(AGENT)]
+    return ["unshare", "--mount", "--uts", "sh", "-c", script, "sh", str(root), str(agent)]

@@ -11,15 +11,17 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
+
+from imaged.serveconfig import ServeOptions
 
 ROOT = Path(__file__).parents[2]
 _MAIN = """
-import logging, sys
-from pathlib import Path
+import sys
+from imaged.serveconfig import ServeOptions
 from imaged.server import serve
-logging.basicConfig(level=logging.WARNING)
 announce = lambda url: print(url, flush=True)
-serve(Path(sys.argv[1]), port=int(sys.argv[2]), announce=announce)
+serve(ServeOptions.parse(sys.argv[1]), announce=announce)
 """
 
 
@@ -39,11 +41,19 @@ class ChunkServer:
 
 
 @contextlib.contextmanager
-def chunk_server(store: Path, *, port: int = 0, environ: Mapping[str, str] | None = None) -> Iterator[ChunkServer]:
-    """Serves `store` until the end of the block; ready when entered."""
-    command = [sys.executable, "-c", _MAIN, str(store), str(port)]
+def chunk_server(
+    store: Path,
+    *,
+    port: int = 0,
+    environ: Mapping[str, str] | None = None,
+    stderr: IO[bytes] | None = None,
+    **options: Any,
+) -> Iterator[ChunkServer]:
+    """Serves `store` until the end of the block; ready when entered. `options` are further ones of ServeOptions."""
+    wanted = ServeOptions(store=str(store), port=port, **options)
+    command = [sys.executable, "-c", _MAIN, wanted.to_json()]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, **(environ or {})}
+        command, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT, env={**os.environ, **(environ or {})}
     )
     try:
         assert process.stdout is not None

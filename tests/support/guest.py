@@ -52,22 +52,22 @@ def run(script: str, disks: Sequence[Path], *, programs: Sequence[str] = (), tim
 
     `programs` are names on the host's PATH that become /usr/bin/NAME; a bare name in the script is busybox's own.
     """
-    machine = kernel()
+    found = kernel()
     with tempfile.TemporaryDirectory(prefix="pvisor-guest-") as work:
         initramfs, output = Path(work, "initramfs"), Path(work, "output")
         init = _INIT.format(output=chr(ord("a") + len(disks)))
-        initramfs.write_bytes(cpio.archive(_entries(machine, init, script, programs)))
+        initramfs.write_bytes(cpio.archive(_entries(found, init, script, programs)))
         with open(output, "wb") as stream:
             stream.truncate(64 << 20)
-        console = _boot(machine, initramfs, [*disks, output], timeout_s)
+        console = _boot(found, initramfs, [*disks, output], timeout_s)
         if "script exit 0" not in console:
             raise GuestError(f"the script failed in the guest:\n{console[-4000:]}")
         return output.read_bytes().rstrip(b"\0")
 
 
-def _boot(machine: Kernel, initramfs: Path, disks: Sequence[Path], timeout_s: float) -> str:
+def _boot(found: Kernel, initramfs: Path, disks: Sequence[Path], timeout_s: float) -> str:
     command = ["qemu-system-x86_64", "-accel", "tcg", "-m", "512", "-nodefaults", "-display", "none", "-no-reboot"]
-    command += ["-serial", "stdio", "-kernel", str(machine.image), "-initrd", str(initramfs)]
+    command += ["-serial", "stdio", "-kernel", str(found.image), "-initrd", str(initramfs)]
     command += ["-append", "console=ttyS0 quiet panic=-1"]
     for number, disk in enumerate(disks):
         mode = "off" if number == len(disks) - 1 else "on"
@@ -84,17 +84,17 @@ def _boot(machine: Kernel, initramfs: Path, disks: Sequence[Path], timeout_s: fl
     return console
 
 
-def _entries(machine: Kernel, init: str, script: str, programs: Sequence[str]) -> Iterator[cpio.Entry]:
+def _entries(found: Kernel, init: str, script: str, programs: Sequence[str]) -> Iterator[cpio.Entry]:
     yield from map(cpio.directory, ("proc", "sys", "dev", "mnt", "tmp"))
     yield cpio.file("bin/busybox", program("busybox", "busybox-static").read_bytes(), mode=0o755)
     yield cpio.file("init", init.encode(), mode=0o755)
     yield cpio.file("script", script.encode(), mode=0o755)
-    order = ModuleTree.read(machine.modules).load_order(MODULES)
+    order = ModuleTree.read(found.modules).load_order(MODULES)
     yield cpio.file("modules/order", "\n".join(path.name for path in order).encode())
     for path in order:
         yield cpio.file(f"modules/{path.name}", content(path))
-    found = [program(name, name) for name in programs]
-    for path in found:
+    wanted = [program(name, name) for name in programs]
+    for path in wanted:
         yield cpio.file(f"usr/bin/{path.name}", path.read_bytes(), mode=0o755)
-    for path in libraries(found) if found else ():
+    for path in libraries(wanted) if wanted else ():
         yield cpio.file(str(path).lstrip("/"), path.read_bytes(), mode=0o755)

@@ -30,5 +30,8 @@ class MemoryStore:
         self.chunks[chunk] = bytes(data)
         return chunk
 
+    def put_all(self, pieces: Sequence[bytes]) -> list[ChunkId]:
+        return [self.put(data) for data in pieces]
+
     def flush(self) -> None:
         self.flushes += 1

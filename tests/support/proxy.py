@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 _BLOCK_BYTES = 1 << 16
+_LEASES = "/v1/leases"
 _SPOILED = "/v1/chunks"
 Spoil = Callable[["ProxyHandler", bytes], None]
 
@@ -34,7 +35,8 @@ class Proxy:
     before, and gives the block that is sent; it may wait, and an exception cuts the answer off.
 
     `spoils` are used up one a request for chunks, each in place of the answer. Those that fall silent release `silent`
-    and wait for `released`.
+    and wait for `released`. Requests for leases are passed on and not noted: no start waits for one, and when it comes
+    is left to chance.
     """
 
     url: str
@@ -63,7 +65,8 @@ class ProxyHandler(BaseHTTPRequestHandler):
     def _pass(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         request = Passed(self.command, self.path, body)
-        self.proxy.requests.append(request)
+        if not self.path.startswith(_LEASES):
+            self.proxy.requests.append(request)
         spoil = self.proxy.take(self.path)
         connection = http.client.HTTPConnection(*self.target, timeout=30)
         try:

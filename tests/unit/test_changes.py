@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
-
 from imaged.blockimage import BlockImage
 from imaged.changes import changes
-from imaged.ids import BLOCK_BYTES, ChunkId
+from imaged.ids import BLOCK_BYTES
 from imaged.store import ChunkStore
 from tests.support.parked import Parked, add_snapshot
+from tests.unit.conftest import IMAGE
 
 CELL = 64 << 10
-IMAGE = ChunkId(b"\1" * 32)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[ChunkStore]:
-    with ChunkStore.open(tmp_path / "store") as opened:
-        yield opened
-
-
-@pytest.fixture
-def parked(store: ChunkStore) -> Parked:
-    return add_snapshot(store, "web", IMAGE)
-
-
-@pytest.fixture
-def image(store: ChunkStore, parked: Parked) -> BlockImage:
-    return BlockImage.open(store, parked.record.memory)
 
 
 def test_what_a_machine_changed_is_found_by_its_leaves(store: ChunkStore, parked: Parked, image: BlockImage) -> None:

@@ -1,32 +1,52 @@
-"""Jobs: what a worker process may do to its parent's idea of it."""
+"""Jobs: what the process of a job may do to its server's idea of it, and what becomes of it when either ends."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
-from imaged.errors import NotFoundError
-from imaged.jobs import Job, Jobs
-from imaged.names import ImageName, SourceName
+from imaged.errors import NotFoundError, StoreFullError
+from imaged.job import Job, State
+from imaged.jobprocess import Workers
+from imaged.jobs import Jobs
+from imaged.jobstore import DirectoryJobStore, JobEndedError
 
-SOURCE = SourceName.parse("oci:/nowhere:latest")
+SOURCE = "oci:/nowhere:latest"
+RESULT = """echo '{"image": {"name": "n:1", "id": "i"}}'"""
+T = TypeVar("T")
 
 
-def run_job(store: Path, worker: Sequence[str]) -> Job:
-    """The finished job of this command in the place of a worker."""
+def asked(name: str | None = None, platform: str | None = None) -> Job:
+    return Job.conversion(SOURCE, name=name, platform=platform)
 
-    async def run() -> Job:
-        async with asyncio.timeout(20), Jobs(store, worker=worker) as jobs:
-            job = jobs.start(SOURCE, None, None)
-            while not job.finished:
-                await asyncio.sleep(0.01)
-            return job
+
+def with_jobs(store: Path, worker: Sequence[str], use: Callable[[Jobs], Awaitable[T]]) -> T:
+    async def run() -> T:
+        workers = Workers(convert=worker, gc=worker)
+        async with asyncio.timeout(20), Jobs(store, DirectoryJobStore(store), workers) as jobs:
+            return await use(jobs)
 
     return asyncio.run(run())
+
+
+async def until(jobs: Jobs, job: str, wanted: Callable[[Job], bool]) -> Job:
+    while not wanted(found := await jobs.get(job)):
+        await asyncio.sleep(0.01)
+    return found
+
+
+def run_job(store: Path, worker: Sequence[str], job: Job | None = None) -> Job:
+    """The finished job of this command in the place of a worker."""
+
+    async def use(jobs: Jobs) -> Job:
+        return await until(jobs, (await jobs.submit(job or asked())).id, lambda found: found.finished)
+
+    return with_jobs(store, worker, use)
 
 
 @pytest.mark.parametrize(
@@ -36,9 +56,12 @@ def run_job(store: Path, worker: Sequence[str]) -> Job:
         ("echo nonsense; echo '[]'; exit 3", "status 3"),
         ("exit 0", "status 0"),
         ("""echo '{"error": "no space", "hint": "make some"}'; exit 1""", "no space"),
+        ("""echo '{"error": "the first word counts"}'; """ + RESULT, "the first word"),
+        ("head -c 5000 /dev/zero; exec sleep 60", "failed to run"),
     ],
 )
-def test_a_worker_that_fails(tmp_path: Path, script: str, error: str) -> None:
+def test_a_worker_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, error: str) -> None:
+    monkeypatch.setattr("imaged.jobprocess._LINE_LIMIT_BYTES", 1000)
     job = run_job(tmp_path, ["/bin/sh", "-c", script])
     assert job.state == "failed"
     assert error in job.error
@@ -50,13 +73,22 @@ def test_a_worker_that_does_not_start(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_succeeds_has_told_how_far_it_is(tmp_path: Path) -> None:
-    script = (
-        """echo '{"step": "a", "done_bytes": 5, "total_bytes": null}'; echo '{"image": {"name": "n:1", "id": "i"}}'"""
-    )
+    script = """echo '{"step": "a", "done_bytes": 5, "total_bytes": null}'; """ + RESULT
     job = run_job(tmp_path, ["/bin/sh", "-c", script])
     assert job.state == "done"
     assert job.image == {"name": "n:1", "id": "i"}
     assert job.progress == {"step": "a", "done_bytes": 5, "total_bytes": None}
+    assert sorted(path.name for path in (tmp_path / "jobs").iterdir()) == [f"{job.id}.json", "lock", "slot-0"]
+
+
+def test_progress_is_seen_while_the_job_runs(tmp_path: Path) -> None:
+    script = """echo '{"step": "half", "done_bytes": 5, "total_bytes": 10}'; cat >/dev/null"""
+
+    async def use(jobs: Jobs) -> Job:
+        job = await jobs.submit(asked())
+        return await until(jobs, job.id, lambda found: found.progress.get("step") == "half")
+
+    assert with_jobs(tmp_path, ["/bin/sh", "-c", script], use).state == "running"
 
 
 def test_modules_in_the_servers_directory_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +96,7 @@ def test_modules_in_the_servers_directory_are_not_run(tmp_path: Path, monkeypatc
         (tmp_path / "here" / name).mkdir(parents=True)
         (tmp_path / "here" / name / "__init__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     (tmp_path / "here/imaged/job_worker.py").touch()
+    (tmp_path / "store").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     job = run_job(tmp_path / "store", [])
     assert (job.state, "/nowhere" in job.error) == ("failed", True)
@@ -72,53 +105,95 @@ def test_modules_in_the_servers_directory_are_not_run(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("platform", ["linux/\0", "linux/\ud800"])
 def test_what_can_not_be_passed_to_a_worker_fails_the_job(tmp_path: Path, platform: str) -> None:
-    async def run() -> Job:
-        async with asyncio.timeout(20), Jobs(tmp_path) as jobs:
-            job = jobs.start(SOURCE, None, platform)
-            while not job.finished:
-                await asyncio.sleep(0.01)
-            assert jobs.start(SOURCE, None, platform) is not job
-            return job
-
-    job = asyncio.run(run())
+    job = run_job(tmp_path, [], asked(platform=platform))
     assert (job.state, "failed to run" in job.error) == ("failed", True)
 
 
-def test_stopping_a_worker_that_has_told_its_result_changes_nothing(tmp_path: Path) -> None:
-    job = run_job(tmp_path, ["/bin/sh", "-c", """echo '{"image": {"name": "n:1", "id": "i"}}'; cat >/dev/null"""])
-    assert (job.state, job.error) == ("done", "")
-
-
-def test_a_report_line_without_end_fails_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("imaged.jobs._LINE_LIMIT_BYTES", 1000)
-    job = run_job(tmp_path, ["/bin/sh", "-c", "head -c 5000 /dev/zero; exec sleep 60"])
-    assert (job.state, "failed to run" in job.error) == ("failed", True)
+def test_a_collection_is_a_job(tmp_path: Path) -> None:
+    script = """echo "{\\"report\\": {\\"asked\\": \\"$*\\"}}" """
+    job = run_job(tmp_path, ["/bin/sh", "-c", script, "worker"], Job.collection())
+    assert (job.state, job.report) == ("done", {"asked": f"--store={tmp_path} --gc"})
 
 
 def test_equal_requests_share_a_job_until_it_is_finished(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with asyncio.timeout(20), Jobs(tmp_path, worker=["/bin/sh", "-c", "cat >/dev/null; exit 1"]) as jobs:
-            one = jobs.start(SOURCE, ImageName.parse("a"), None)
-            assert jobs.start(SOURCE, ImageName.parse("a:latest"), None) is one
-            assert jobs.start(SOURCE, ImageName.parse("b"), None) is not one
-            assert jobs.get(one.id) is one
-            with pytest.raises(NotFoundError):
-                jobs.get("x")
+    async def use(jobs: Jobs) -> None:
+        one = await jobs.submit(asked("a:latest"))
+        assert (await jobs.submit(asked("a:latest"))).id == one.id
+        assert (await jobs.submit(asked("b:latest"))).id != one.id
+        assert (await jobs.get(one.id)).key == one.key
+        with pytest.raises(NotFoundError):
+            await jobs.get("x")
+        await jobs.cancel(one.id)
+        assert (await jobs.submit(asked("a:latest"))).id != one.id
 
-    asyncio.run(run())
+    with_jobs(tmp_path, ["/bin/sh", "-c", "cat >/dev/null; exit 1"], use)
 
 
-def test_leaving_stops_the_workers(tmp_path: Path) -> None:
-    pid_file = tmp_path / "pid"
-    code = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+def _writes_its_pid(path: Path, then: str) -> list[str]:
+    code = f"import os, time, pathlib; pathlib.Path({str(path)!r}).write_text(str(os.getpid())); {then}"
+    return [sys.executable, "-c", code]
 
-    async def run() -> Job:
-        async with asyncio.timeout(20), Jobs(tmp_path, worker=[sys.executable, "-c", code]) as jobs:
-            job = jobs.start(SOURCE, None, None)
-            while not (pid_file.exists() and pid_file.read_text()):
+
+async def _pid(path: Path) -> int:
+    while not (path.exists() and path.read_text()):
+        await asyncio.sleep(0.01)
+    return int(path.read_text())
+
+
+def test_leaving_stops_the_workers_and_the_next_server_goes_on(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+
+    async def leave(jobs: Jobs) -> tuple[str, int]:
+        job = await jobs.submit(asked())
+        return job.id, await _pid(pid)
+
+    job, process = with_jobs(tmp_path, _writes_its_pid(pid, "time.sleep(60)"), leave)
+    assert not Path(f"/proc/{process}").exists()
+    held = DirectoryJobStore(tmp_path).get(job)
+    assert (held.state, held.starts) == ("queued", 0)
+
+    async def resume(jobs: Jobs) -> Job:
+        return await until(jobs, job, lambda found: found.finished)
+
+    assert with_jobs(tmp_path, ["/bin/sh", "-c", RESULT], resume).state == "done"
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_cancelled_job_has_no_process_left(tmp_path: Path, elsewhere: bool) -> None:
+    pid = tmp_path / "pid"
+
+    async def use(jobs: Jobs) -> tuple[Job, int]:
+        job = await jobs.submit(asked())
+        process = await _pid(pid)
+        if elsewhere:  # as another process of the server does
+            DirectoryJobStore(tmp_path).cancel(job.id)
+            while await jobs._blocking(jobs._documents.is_owned, job.id):
                 await asyncio.sleep(0.01)
-            return job
+        else:
+            await jobs.cancel(job.id)
+        return await jobs.get(job.id), process
 
-    job = asyncio.run(run())
-    assert (job.state, job.error) == ("failed", "the server was stopped")
-    assert not Path(f"/proc/{pid_file.read_text()}").exists()
+    job, process = with_jobs(tmp_path, _writes_its_pid(pid, "time.sleep(60)"), use)
+    assert (job.state, job.error) == ("cancelled", "the job was cancelled")
+    assert not Path(f"/proc/{process}").exists()
+    assert DirectoryJobStore(tmp_path).cancel(job.id) == job
+
+
+def test_a_job_that_has_ended_is_not_cancelled(tmp_path: Path) -> None:
+    job = run_job(tmp_path, ["/bin/sh", "-c", RESULT])
+    with pytest.raises(JobEndedError, match="done"):
+        DirectoryJobStore(tmp_path).cancel(job.id)
+
+
+def test_a_result_that_can_not_be_noted_is_noted_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("imaged.jobs._RETRY_S", 0.01)
+    finish, failures = DirectoryJobStore.finish, [StoreFullError("no space")] * 3
+
+    def failing(self: DirectoryJobStore, job: str, change: Callable[[Job], Job]) -> Job:
+        if failures:
+            raise failures.pop()
+        return finish(self, job, change)
+
+    monkeypatch.setattr(DirectoryJobStore, "finish", failing)
+    job = run_job(tmp_path, ["/bin/sh", "-c", RESULT])
+    assert (job.state, job.starts, failures) == (State.DONE, 1, [])

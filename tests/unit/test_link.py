@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from imaged.link import FIRST_HEDGE_S, LEAST_HEDGE_S, MOST_HEDGE_S, Link
+import pytest
+
+from imaged.link import FIRST_HEDGE_S, LACK_S, LEAST_HEDGE_S, LIE_S, MOST_HEDGE_S, MOST_REST_S, REST_S, Link
 
 
 def noted(*waits_s: float, transfer_bytes: int = 0, transfer_s: float = 0.0) -> Link:
@@ -76,3 +78,41 @@ def test_one_that_hung_rests_until_it_answers() -> None:
     assert link.is_resting
     link.note(0.01, 0, 0.0)
     assert not link.is_resting
+
+
+def test_who_lacks_fails_or_lies_is_asked_later_and_each_time_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr("imaged.link.time.monotonic", lambda: now_s[0])
+    link = Link()
+
+    def lasts() -> float:
+        """How long it is asked after others from now on."""
+        began_s = now_s[0]
+        while link.rank:
+            now_s[0] += 0.5
+        return now_s[0] - began_s
+
+    pauses = []
+    for _ in range(7):
+        link.answered(10, 4)
+        assert link.rank == 1
+        pauses.append(lasts())
+    assert pauses == [LACK_S, 2 * LACK_S, 4 * LACK_S, 8 * LACK_S, 16 * LACK_S, MOST_REST_S, MOST_REST_S]
+    link.answered(10, 5)
+    link.answered(10, 0)
+    assert lasts() == LACK_S
+    link.answered(10, 0)
+    link.has_more()
+    assert link.rank == 0
+    for expected_s in (REST_S, 2 * REST_S):
+        link.failed()
+        link.failed()
+        assert link.rank == 2
+        assert lasts() == expected_s
+    link.note(0.01, 100, 0.001)
+    link.hung()
+    assert lasts() == REST_S
+    link.lied()
+    link.answered(10, 10)
+    assert link.rank == 3
+    assert lasts() == LIE_S

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from fuse import workingset
@@ -12,26 +9,10 @@ from fuse.workingset import WorkingSet
 from imaged.blockimage import BlockImage
 from imaged.ids import BLOCK_BYTES, ChunkId
 from imaged.store import ChunkStore
-from tests.support.parked import Parked, add_snapshot
+from tests.support.parked import add_snapshot
+from tests.unit.conftest import IMAGE
 
 CELL = 64 << 10
-IMAGE = ChunkId(b"\1" * 32)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[ChunkStore]:
-    with ChunkStore.open(tmp_path / "store") as opened:
-        yield opened
-
-
-@pytest.fixture
-def parked(store: ChunkStore) -> Parked:
-    return add_snapshot(store, "web", IMAGE)
-
-
-@pytest.fixture
-def image(store: ChunkStore, parked: Parked) -> BlockImage:
-    return BlockImage.open(store, parked.record.memory)
 
 
 def test_a_profile_becomes_the_places_of_its_chunks_in_its_order(image: BlockImage) -> None:

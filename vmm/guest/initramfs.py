@@ -17,10 +17,10 @@ from vmm.errors import VmSetupError
 from vmm.guest import cpio
 from vmm.guest.kernel import Kernel
 from vmm.guest.modules import ModuleTree, content
+from vmm.guest.program import PARTS, joined
 from vmm.guest.sources import Sources
 
 INIT = Path(__file__).with_name("init")
-AGENT = Path(__file__).with_name("agent.pl")
 # `init` loads the first before all else, the next two when the VM has such a device, the last when the agent runs.
 MODULES = {
     "base": ("virtio_pci", "virtio_blk", "virtio_console", "erofs", "overlay"),
@@ -62,7 +62,7 @@ _LDD_S = 30
 _OLD_S = 3600.0
 
 
-def initramfs(home: Path, kernel: Kernel, *, agent: Path = AGENT) -> Path:
+def initramfs(home: Path, kernel: Kernel, *, agent: Sequence[Path] = PARTS) -> Path:
     """The file for this kernel, named by its digest in `home`/guest; made when it is not there.
 
     It is not even built to find its name, a sixth of a second, while all files that went into it are as they were:
@@ -112,7 +112,7 @@ def libraries(programs: Sequence[Path]) -> list[Path]:
     return [Path(path) for path in dict.fromkeys(re.findall(r"(/\S+) \(0x", done.stdout))]
 
 
-def _entries(kernel: Kernel, agent: Path, sources: Sources) -> Iterator[cpio.Entry]:
+def _entries(kernel: Kernel, agent: Sequence[Path], sources: Sources) -> Iterator[cpio.Entry]:
     for path in (Path("/etc/ld.so.cache"), Path(agentproto.__file__), *Path(__file__).parent.glob("*.py")):
         sources.note(path)
     yield from map(cpio.directory, _DIRECTORIES)
@@ -121,25 +121,26 @@ def _entries(kernel: Kernel, agent: Path, sources: Sources) -> Iterator[cpio.Ent
     yield cpio.file("etc/fstab.own", _OWN_MOUNTS)
     yield cpio.file("etc/fstab.workload", _WORKLOAD_MOUNTS)
     yield cpio.file("bin/busybox", sources.read(program("busybox", "busybox-static")), mode=0o755)
-    yield cpio.file("pvisor/agent.pl", sources.read(agent))
+    text = joined(agent, sources.read)
+    yield cpio.file("pvisor/agent.pl", text)
     for name, below in _DEVICE_LINKS.items():
         yield cpio.link(f"pvisor/dev/{name}", f"/proc/self/fd{below}")
-    yield from _perl(agent, sources)
+    yield from _perl(text, sources)
     yield from _modules(kernel, sources)
 
 
-def _perl(agent: Path, sources: Sources) -> Iterator[cpio.Entry]:
+def _perl(agent: bytes, sources: Sources) -> Iterator[cpio.Entry]:
     """The interpreter, and what the agent loads of its modules, at their paths on the host, which are built into it."""
     perl = program("perl", "perl-base")
-    argv = [str(perl), f"-Mstrict; CHECK {{ {_PERL_LOADED} }}", "-c", str(agent)]
+    argv = [str(perl), f"-Mstrict; CHECK {{ {_PERL_LOADED} }}", "-c", "-"]
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=_LDD_S)
+        done = subprocess.run(argv, input=agent, capture_output=True, check=False, timeout=_LDD_S)
     except subprocess.TimeoutExpired as error:
         raise VmSetupError(f"{perl} did not end in {_LDD_S} s", hint=_PERL_HINT) from error
     if done.returncode != 0:
-        said = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[0]
+        said = (done.stderr.decode(errors="replace").strip() or f"exit status {done.returncode}").splitlines()[0]
         raise VmSetupError(f"{perl} does not run the guest's agent: {said}", hint=_PERL_HINT)
-    files = [Path(line) for line in sorted(done.stdout.splitlines())]
+    files = [Path(line) for line in sorted(os.fsdecode(done.stdout).splitlines())]
     yield cpio.file("usr/bin/perl", sources.read(perl), mode=0o755)
     for path in files:
         yield cpio.file(str(path).lstrip("/"), sources.read(path))

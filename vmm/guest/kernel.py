@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imaged.errors import FormatError
+from imaged.progress import Progress
 from vmm.errors import VmSetupError
 from vmm.guest import bzimage
 
@@ -33,7 +34,7 @@ class Kernel:
     release: str
 
 
-def find_kernel(home: Path, configured: Path | None = None) -> Kernel:
+def find_kernel(home: Path, configured: Path | None = None, progress: Progress | None = None) -> Kernel:
     """The configured kernel (PVISOR_KERNEL: a vmlinuz, or a directory with boot/ and lib/modules/); without one the
     newest cloud kernel in /boot, else in `home`/guest/kernel, where its package is unpacked when it is nowhere.
 
@@ -48,7 +49,7 @@ def find_kernel(home: Path, configured: Path | None = None) -> Kernel:
             return kernel
     from vmm.guest import package
 
-    package.unpack(unpacked)
+    package.unpack(unpacked, progress)
     kernel = newest(unpacked, CLOUD)
     if kernel is None:
         hint = f"remove {unpacked}, or set PVISOR_KERNEL"

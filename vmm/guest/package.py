@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from imaged.progress import NoProgress, Progress
 from vmm.errors import VmSetupError
 
 META_PACKAGE = "linux-image-cloud-amd64"
@@ -21,7 +22,7 @@ _ASK_S, _DOWNLOAD_S, _UNPACK_S, _WAIT_S = 60, 600, 120, 900
 _POLL_S = 0.1
 
 
-def unpack(target: Path) -> None:
+def unpack(target: Path, progress: Progress | None = None) -> None:
     """Makes `target` with the package's boot/ and lib/modules/, whole or not at all; one that is there stays.
 
     Processes may call this at once: one downloads, the others wait for it. VmSetupError.
@@ -32,7 +33,7 @@ def unpack(target: Path) -> None:
             if target.is_dir():
                 return
             with tempfile.TemporaryDirectory(prefix=".kernel-", dir=target.parent) as work:
-                unpacked = _unpacked(Path(work))
+                unpacked = _unpacked(Path(work), progress or NoProgress())
                 _sync(unpacked)
                 unpacked.rename(target)
     except OSError as error:
@@ -52,12 +53,14 @@ def find() -> str:
     return found.group(1)
 
 
-def _unpacked(work: Path) -> Path:
+def _unpacked(work: Path, progress: Progress) -> Path:
     package = find()
+    progress.start(f"downloading the kernel of guests, {package}", None)
     _run([_program("apt-get", "apt"), "download", package], work, _DOWNLOAD_S)
     files = list(work.glob("*.deb"))
     if len(files) != 1:
         raise VmSetupError(f"`apt-get download {package}` made {len(files)} files, not one", hint=_HINT)
+    progress.start(f"unpacking {package}", None)
     unpacked = work / "unpacked"
     _run([_program("dpkg-deb", "dpkg"), "--extract", str(files[0]), str(unpacked)], work, _UNPACK_S)
     return unpacked

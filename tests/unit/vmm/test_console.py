@@ -4,7 +4,7 @@ import socket
 import time
 from pathlib import Path
 
-from vmm.console import Console
+from vmm.console import Console, killed_for_memory, panic, trim
 
 LONG_S = 60.0
 
@@ -37,3 +37,23 @@ def test_a_line_that_is_let_go_ends_for_the_other_side(tmp_path: Path) -> None:
             console.close()
             line.settimeout(LONG_S)
             assert line.recv(10) == b""
+
+
+def test_the_end_of_a_long_file_is_kept_and_a_panic_found_in_it(tmp_path: Path) -> None:
+    log = tmp_path / "console.log"
+    assert panic(log) == killed_for_memory(log, 0) == ""
+    trim(log)
+    log.write_bytes(b"[ 1.0] Out of memory: Killed process 12 (perl) total-vm:1kB\r\n")
+    assert (killed_for_memory(log, 0), killed_for_memory(log, log.stat().st_size)) == ("perl", "")
+    log.write_bytes(b"[    1.0] Kernel panic - not syncing: the first\r\n")
+    assert panic(log) == "the first"
+    with open(log, "ab") as stream:
+        stream.write(b"x" * (2 << 20) + b"\r\n[    2.0] Kernel panic - not syncing: Out of memory\r\nand more\r\n")
+        trim(log)
+        assert log.stat().st_size == 64 << 10
+        stream.write(b"then this")  # QEMU goes on appending
+    assert panic(log) == "Out of memory"
+    assert log.read_bytes().endswith(b"and more\r\nthen this")
+    size = log.stat().st_size
+    trim(log)
+    assert log.stat().st_size == size

@@ -52,7 +52,7 @@ def in_root(root: Path, *argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_content(tmp_path: Path, kernel: Kernel, agent: Path) -> None:
-    root = unpacked(initramfs(tmp_path / "home", kernel, agent=agent), tmp_path / "root")
+    root = unpacked(initramfs(tmp_path / "home", kernel, agent=(agent,)), tmp_path / "root")
     assert (root / "pvisor/agent.pl").read_text() == "print 'agent'"
     assert (root / "init").read_bytes() == module.INIT.read_bytes() and os.access(root / "init", os.X_OK)
     assert (root / "modules/base").read_text().split()[:2] == ["virtio.ko", "virtio_pci.ko"]
@@ -68,7 +68,7 @@ def test_content(tmp_path: Path, kernel: Kernel, agent: Path) -> None:
 @pytest.mark.root
 def test_its_perl_runs_with_nothing_else(tmp_path: Path, kernel: Kernel, agent: Path) -> None:
     agent.write_text("use strict; use warnings; use POSIX (); use List::Util 'sum'; print sum(POSIX::EINTR(), 3)")
-    root = unpacked(initramfs(tmp_path / "home", kernel, agent=agent), tmp_path / "root")
+    root = unpacked(initramfs(tmp_path / "home", kernel, agent=(agent,)), tmp_path / "root")
     done = in_root(root, "/usr/bin/perl", "/pvisor/agent.pl")
     assert (done.stdout, done.stderr) == ("7", "")
     assert not list(root.rglob("Socket.pm"))
@@ -83,11 +83,11 @@ def test_the_agent_compiles_in_it(tmp_path: Path, kernel: Kernel) -> None:
 
 def test_made_once_and_anew_when_a_part_changes(tmp_path: Path, kernel: Kernel, agent: Path) -> None:
     home = tmp_path / "home"
-    first = initramfs(home, kernel, agent=agent)
+    first = initramfs(home, kernel, agent=(agent,))
     born = first.stat().st_ino
-    assert initramfs(home, kernel, agent=agent) == first and first.stat().st_ino == born
+    assert initramfs(home, kernel, agent=(agent,)) == first and first.stat().st_ino == born
     agent.write_text("print 'another'")
-    second = initramfs(home, kernel, agent=agent)
+    second = initramfs(home, kernel, agent=(agent,))
     assert second != first
     assert sorted((home / "guest").glob("initramfs-*")) == sorted([first, second])
 
@@ -99,35 +99,35 @@ def test_it_is_not_built_again_until_a_part_changes(
     archive = module.cpio.archive
     monkeypatch.setattr(module.cpio, "archive", lambda entries: built.append(1) or archive(entries))
     home = tmp_path / "home"
-    first = initramfs(home, kernel, agent=agent)
-    assert (initramfs(home, kernel, agent=agent), len(built)) == (first, 1)
+    first = initramfs(home, kernel, agent=(agent,))
+    assert (initramfs(home, kernel, agent=(agent,)), len(built)) == (first, 1)
     (kernel.modules / "ext4.ko").write_bytes(b"another ext4\0depends=\0")
-    second = initramfs(home, kernel, agent=agent)
+    second = initramfs(home, kernel, agent=(agent,))
     assert (second != first, len(built)) == (True, 2)
     second.unlink()
-    assert initramfs(home, kernel, agent=agent) == second and second.exists()
+    assert initramfs(home, kernel, agent=(agent,)) == second and second.exists()
     (noted,) = (home / "guest").glob("sources-*")
     for damage in (b"", b"{}", b"[]", b'{"made": 5, "sources": []}'):
         noted.write_bytes(damage)
-        assert initramfs(home, kernel, agent=agent) == second
+        assert initramfs(home, kernel, agent=(agent,)) == second
 
 
 def test_old_ones_go_when_a_new_one_is_made(tmp_path: Path, kernel: Kernel, agent: Path) -> None:
     home = tmp_path / "home"
-    first = initramfs(home, kernel, agent=agent)
+    first = initramfs(home, kernel, agent=(agent,))
     os.utime(first, (0, 0))
     agent.write_text("print 'another'")
-    second = initramfs(home, kernel, agent=agent)
+    second = initramfs(home, kernel, agent=(agent,))
     assert list((home / "guest").glob("initramfs-*")) == [second]
 
 
 def test_one_in_use_counts_as_young(tmp_path: Path, kernel: Kernel, agent: Path) -> None:
     home = tmp_path / "home"
-    first = initramfs(home, kernel, agent=agent)
+    first = initramfs(home, kernel, agent=(agent,))
     os.utime(first, (0, 0))
-    initramfs(home, kernel, agent=agent)
+    initramfs(home, kernel, agent=(agent,))
     agent.write_text("print 'another'")
-    initramfs(home, kernel, agent=agent)
+    initramfs(home, kernel, agent=(agent,))
     assert first.exists()
 
 
@@ -141,17 +141,17 @@ def test_a_program_that_is_not_there(
         (programs / name).symlink_to(shutil.which(name) or "")
     monkeypatch.setenv("PATH", str(programs))
     with pytest.raises(VmSetupError, match=f"{absent} is not installed") as raised:
-        initramfs(tmp_path / "home", kernel, agent=agent)
+        initramfs(tmp_path / "home", kernel, agent=(agent,))
     assert raised.value.hint == f"apt-get install {package}"
 
 
 def test_an_agent_that_this_perl_does_not_run(tmp_path: Path, kernel: Kernel, agent: Path) -> None:
     agent.write_text("use No::Such::Module;")
     with pytest.raises(VmSetupError, match=r"does not run the guest's agent: Can't locate No/Such/Module.pm"):
-        initramfs(tmp_path / "home", kernel, agent=agent)
+        initramfs(tmp_path / "home", kernel, agent=(agent,))
 
 
 def test_no_place_for_it(tmp_path: Path, kernel: Kernel, agent: Path) -> None:
     (tmp_path / "home").write_text("")
     with pytest.raises(VmSetupError, match="initramfs in "):
-        initramfs(tmp_path / "home", kernel, agent=agent)
+        initramfs(tmp_path / "home", kernel, agent=(agent,))

@@ -57,9 +57,9 @@ def test_a_configured_path_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_one_unpacked_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(package, "unpack", lambda target: install(target, "6.1.0-9-cloud-amd64"))
+    monkeypatch.setattr(package, "unpack", lambda target, _: install(target, "6.1.0-9-cloud-amd64"))
     first = find_kernel(tmp_path)
-    monkeypatch.setattr(package, "unpack", lambda _: pytest.fail("it is there"))
+    monkeypatch.setattr(package, "unpack", lambda *_: pytest.fail("it is there"))
     assert find_kernel(tmp_path) == first
 
 

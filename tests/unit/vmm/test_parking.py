@@ -11,9 +11,9 @@ import pytest
 from imaged.errors import StoreError
 from vmm import parking, recovery
 from vmm.errors import QemuError
+from vmm.held import Held
 from vmm.process import Ending
 from vmm.qemu import Qemu
-from vmm.vms import Held
 
 
 class Stopped:

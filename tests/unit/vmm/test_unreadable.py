@@ -15,10 +15,12 @@ from tests.support.parked import Parked, add_snapshot, damage, lose
 from tests.unit.vmm.test_vms import add, wanted
 from vmm import recovery, removal, restore
 from vmm.errors import VmError, VmExistsError
+from vmm.held import release
+from vmm.kept import kept_images, kept_snapshots
 from vmm.naming import Naming
 from vmm.record import Park, State
 from vmm.survey import refusal, survey
-from vmm.vms import Vms, kept_images, kept_snapshots, release
+from vmm.vms import Vms
 
 UNREADABLE = {
     "empty": b"",
@@ -78,7 +80,7 @@ def test_a_vm_that_does_not_say_what_it_is(vms: Vms, raw: bytes) -> None:
     add(vms, "two")
     (vms.path("one") / "vm.json").write_bytes(raw)
     assert list(vms.found()) == [("one", None), ("two", vms.get("two"))]
-    assert [status.name for status in survey(vms)] == ["two"]
+    assert [(status.name, status.state) for status in survey(vms)] == [("one", "damaged"), ("two", "ended")]
     recovery.sweep(vms)  # it may have been a VM that its command was to remove: nobody knows
     with pytest.raises(VmError, match="'one' is damaged") as caught, vms.hold("one"):
         pass

@@ -16,10 +16,12 @@ from imaged.ids import ChunkId
 from imaged.store import ChunkStore
 from tests.support.parked import add_snapshot
 from vmm import recovery, removal, survey
-from vmm.errors import VmBusyError, VmError, VmExistsError, VmFullError, VmNotFoundError, VmSetupError
+from vmm.errors import VmArgumentError, VmBusyError, VmError, VmExistsError, VmFullError, VmNotFoundError, VmSetupError
+from vmm.held import disk_faults, release
+from vmm.kept import kept_images, kept_snapshots
 from vmm.process import Process
 from vmm.record import Park, State, VmRecord, load
-from vmm.vms import Vms, disk_faults, is_owned, kept_images, kept_snapshots, release
+from vmm.vms import Vms, is_owned
 
 
 def wanted(name: str, **changes: object) -> VmRecord:
@@ -70,7 +72,7 @@ def test_names_are_taken_once_and_numbered_ones_are_the_next_free(vms: Vms) -> N
 
 @pytest.mark.parametrize("name", ["", ".", "-a", "a/b", "a b", "x" * 64, "\0"])
 def test_other_names_are_refused(vms: Vms, name: str) -> None:
-    with pytest.raises(VmSetupError, match="not a VM name"):
+    with pytest.raises(VmArgumentError, match="not a VM name"):
         vms.path(name)
 
 
@@ -259,6 +261,17 @@ def test_begin_can_be_undone(vms: Vms) -> None:
         assert vms.get("one").state == State.PARKING
         held.undo()
         assert held.record == vms.get("one") == before
+
+
+@pytest.mark.parametrize("raw", [b"", b"{"])
+def test_an_intent_that_was_not_durable_when_the_host_went_down_is_undone(vms: Vms, raw: bytes) -> None:
+    add(vms, "one")
+    with vms.hold("one") as held:
+        held.begin(state=State.PARKING, park=Park(name="one", created_ns=1))
+        held.sync()
+    (vms.path("one") / ".vm.json.next").write_bytes(raw)
+    with vms.hold("one") as held:
+        assert (held.record.state, held.record.park) == (State.RUNNING, None)
 
 
 @pytest.mark.parametrize("state", [State.BOOTING, State.REMOVING])

@@ -1,0 +1,1 @@
+"""A chunk store in a bucket of an S3 server: docs/s3.md."""

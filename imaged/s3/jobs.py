@@ -1,0 +1,236 @@
+"""Jobs of all servers of a bucket: each runs its own, in its directory, and shows and tells the others of them.
+
+    jobs/ID.json    the document, as it was when its server last wrote it: at each change, and now and then in between
+    jobs/ID.cancel  somebody asked another server than the job's to end it
+
+A document that waits or runs and was not written for long is of a server that is gone: another one takes the job over.
+Two that do so at once both convert, which does no harm; so do two that are asked for the same in the same moment.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from imaged.errors import FormatError, NotFoundError, ObjectMissingError, StoreError
+from imaged.job import Job, State, is_job_id
+from imaged.jobstore import KEPT_JOBS, START_LIMIT, Claim, DirectoryJobStore, JobEndedError
+from imaged.s3.objects import Entry, Made, Objects
+
+log = logging.getLogger(__name__)
+PREFIX = "jobs/"
+SHOWN_S = 3.0
+"""How old what is known of other servers' jobs may be, and how far a running job has been shown to them."""
+GONE_S = 120.0
+_BEAT_S = 30.0
+_IDLE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A document as it was listed."""
+
+    entry: Entry
+    job: Job
+
+
+class BucketJobStore:
+    """A JobStore for the servers of a bucket. Threads may share it. `clock` is monotonic."""
+
+    def __init__(self, local: DirectoryJobStore, objects: Objects, clock: Callable[[], float] = time.monotonic) -> None:
+        self._local, self._objects, self._clock = local, objects, clock
+        self._lock = threading.Lock()
+        self._seen: dict[str, _Seen] = {}
+        self._looked_s = self._beaten_s = -_IDLE_S
+        self._now_s = 0.0
+        """The bucket's own time, as last heard."""
+
+    def submit(self, job: Job) -> Job:
+        for other in self._others(fresh=True):
+            if not other.finished and other.key == job.key:
+                return other
+        taken = self._local.submit(job)
+        if taken.id == job.id:
+            self._show(taken)
+            self._forget_oldest()
+        return taken
+
+    def claim(self) -> Claim | None:
+        try:
+            self._hear()
+        except StoreError as error:  # what is asked for here goes on
+            log.warning("jobs of other servers are not heard of: %s", error.message)
+        claim = self._local.claim()
+        if claim is None:
+            return None
+        self._show(claim.job)
+        return _BucketClaim(self, claim)
+
+    def get(self, job: str) -> Job:
+        try:
+            return self._local.get(job)
+        except NotFoundError:
+            found = self._fetch(job) if is_job_id(job) else None
+            if found is None:
+                raise
+            return found
+
+    def all(self) -> list[Job]:
+        found = {job.id: job for job in self._others()} | {job.id: job for job in self._local.all()}
+        return [found[job] for job in sorted(found, reverse=True)][:KEPT_JOBS]
+
+    def cancel(self, job: str) -> Job:
+        if self._local.state(job) is not None if is_job_id(job) else False:
+            cancelled = self._local.cancel(job)
+            self._show(cancelled)
+            return cancelled
+        found = self.get(job)
+        if found.state is State.CANCELLED:
+            return found
+        if found.finished:
+            raise JobEndedError(f"job {job} has ended already: {found.state}")
+        self._objects.put(_cancel_key(job), b"cancel")
+        return found.cancelled()
+
+    def is_owned(self, job: str) -> bool:
+        if self._local.state(job) is not None:
+            return self._local.is_owned(job)
+        found = self._fetch(job)
+        return found is not None and not found.finished
+
+    def tell(self, job: Job) -> None:
+        """Show how far a job of this server is, if that was not shown just now."""
+        with self._lock:
+            due = self._clock() >= self._beaten_s + SHOWN_S
+            if due:
+                self._beaten_s = self._clock()
+        if due:
+            self._show(job)
+
+    def ended(self, job: Job) -> None:
+        self._show(job)
+        self._objects.delete(_cancel_key(job.id))
+
+    def _hear(self) -> None:
+        """What other servers want of this one, and which of them are gone."""
+        own = {job.id: job for job in self._local.unfinished()}
+        with self._lock:
+            wait_s = SHOWN_S if own else _IDLE_S
+            if self._clock() < self._looked_s + wait_s:
+                return
+        if own and self._clock() >= self._beaten_s + _BEAT_S:
+            self._beaten_s = self._clock()
+            for job in own.values():
+                self._show(self._local.get(job.id))
+        asked = self._look()
+        for name in asked & own.keys():
+            self._show(self._local.cancel(name))
+            self._objects.delete(_cancel_key(name))
+        for seen in list(self._seen.values()):
+            silent_s = self._now_s - seen.entry.modified_s
+            if not seen.job.finished and silent_s > GONE_S and self._local.state(seen.job.id) is None:
+                self._take_over(seen.job)
+
+    def _take_over(self, job: Job) -> None:
+        if job.starts >= START_LIMIT:
+            error = f"the servers that ran this job ended {job.starts} times, and it is not started again"
+            self._show(job.failed(error, "their logs may say why; then ask again"))
+            return
+        if self._objects.put_new(f"{PREFIX}{job.id}.taken-{job.starts}", job.id.encode()) is Made.TAKEN:
+            return
+        log.warning("job %s, %s: its server is gone, this one goes on", job.id, job.title)
+        waiting = job.queued_again()
+        self._local.take_over(waiting)
+        self._show(waiting)
+
+    def _others(self, *, fresh: bool = False) -> list[Job]:
+        with self._lock:
+            old = fresh or self._clock() >= self._looked_s + SHOWN_S
+        if old:
+            self._look()
+        return [seen.job for seen in self._seen.values() if self._local.state(seen.job.id) is None]
+
+    def _look(self) -> set[str]:
+        """Read what has changed in the bucket; the jobs that somebody wants to end."""
+        asked: set[str] = set()
+        seen: dict[str, _Seen] = {}
+        for entry in self._objects.list(PREFIX):
+            self._now_s = max(self._now_s, entry.modified_s)
+            job, _, kind = entry.key.removeprefix(PREFIX).partition(".")
+            if kind == "cancel":
+                asked.add(job)
+            if kind != "json" or not is_job_id(job):
+                continue
+            known = self._seen.get(job)
+            if known is not None and known.entry.etag == entry.etag:
+                seen[job] = _Seen(entry, known.job)
+            elif (found := self._fetch(job)) is not None:
+                seen[job] = _Seen(entry, found)
+        with self._lock:
+            self._seen, self._looked_s = seen, self._clock()
+        return asked
+
+    def _fetch(self, job: str) -> Job | None:
+        try:
+            return Job.from_document(json.loads(self._objects.get(_key(job))))
+        except ObjectMissingError:
+            return None
+        except (FormatError, ValueError, RecursionError) as error:
+            log.warning("job %s in the bucket is left out: %s", job, error)
+            return None
+
+    def _show(self, job: Job) -> None:
+        """What the others see is late when the bucket does not answer; the job goes on."""
+        try:
+            self._now_s = max(self._now_s, self._objects.put(_key(job.id), json.dumps(job.to_document()).encode()))
+        except StoreError as error:
+            log.warning("job %s is not shown to other servers: %s", job.id, error.message)
+
+    def _forget_oldest(self) -> None:
+        ended = sorted(seen.job.id for seen in self._seen.values() if seen.job.finished)
+        for job in ended[: max(0, len(self._seen) - KEPT_JOBS)]:
+            self._objects.delete(_key(job))
+
+
+@dataclass(frozen=True, slots=True)
+class _BucketClaim:
+    """A local claim that the other servers hear of."""
+
+    store: BucketJobStore
+    claim: Claim
+
+    @property
+    def job(self) -> Job:
+        return self.claim.job
+
+    @property
+    def inherited(self) -> Sequence[int]:
+        return self.claim.inherited
+
+    def report(self, progress: Mapping[str, Any]) -> None:
+        self.claim.report(progress)
+        self.store.tell(replace(self.job, progress=progress))
+
+    def is_cancelled(self) -> bool:
+        return self.claim.is_cancelled()
+
+    def finish(self, change: Callable[[Job], Job]) -> Job:
+        ended = self.claim.finish(change)
+        self.store.ended(ended)
+        return ended
+
+    def close(self) -> None:
+        self.claim.close()
+
+
+def _key(job: str) -> str:
+    return f"{PREFIX}{job}.json"
+
+
+def _cancel_key(job: str) -> str:
+    return f"{PREFIX}{job}.cancel"

@@ -1,0 +1,126 @@
+"""Jobs of several servers of a bucket, each with a directory of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from imaged.errors import BucketUnavailableError, NotFoundError
+from imaged.job import Job
+from imaged.jobstore import DirectoryJobStore, JobEndedError
+from imaged.s3.jobs import GONE_S, BucketJobStore
+from tests.support.memory_objects import MemoryObjects
+
+
+class Servers:
+    """Two servers, and their clock."""
+
+    def __init__(self, root: Path) -> None:
+        self.objects, self.now_s = MemoryObjects(), 1000.0
+        self.one, self.other = (
+            BucketJobStore(DirectoryJobStore(self._made(root / name)), self.objects, lambda: self.now_s)
+            for name in ("one", "other")
+        )
+
+    @staticmethod
+    def _made(path: Path) -> Path:
+        path.mkdir()
+        return path
+
+    def later(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.objects.now_s += seconds
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Servers:
+    return Servers(tmp_path)
+
+
+def asked() -> Job:
+    return Job.conversion("docker://h.test/x:1", name=None, platform=None)
+
+
+def test_a_job_is_known_joined_and_followed_at_another_server(servers: Servers) -> None:
+    job = servers.one.submit(asked())
+    assert servers.other.get(job.id).state == "queued"
+    assert servers.other.submit(asked()).id == job.id
+    claim = servers.one.claim()
+    assert claim is not None
+    servers.later(5)
+    claim.report({"step": "half"})
+    servers.later(5)
+    (seen,) = servers.other.all()
+    assert (seen.state, seen.progress) == ("running", {"step": "half"})
+    assert servers.other.claim() is None
+    assert servers.other.is_owned(job.id)
+    claim.finish(Job.done)
+    claim.close()
+    assert servers.other.get(job.id).state == "done"
+    assert not servers.other.is_owned(job.id)
+    with pytest.raises(JobEndedError):
+        servers.other.cancel(job.id)
+    assert servers.other.submit(asked()).id != job.id
+    with pytest.raises(NotFoundError):
+        servers.other.get("0" * 20)
+
+
+def test_a_job_is_cancelled_at_another_server(servers: Servers) -> None:
+    job = servers.one.submit(asked())
+    claim = servers.one.claim()
+    assert claim is not None
+    assert servers.other.cancel(job.id).state == "cancelled"
+    assert not claim.is_cancelled()
+    servers.later(5)
+    servers.one.claim()
+    assert claim.is_cancelled()
+    claim.finish(Job.done)
+    claim.close()
+    assert servers.other.get(job.id).state == "cancelled"
+    assert [key for key in servers.objects.objects if key.endswith(".cancel")] == []
+
+
+def test_what_a_server_that_is_gone_had_is_taken_over(servers: Servers) -> None:
+    job = servers.one.submit(asked())
+    claim = servers.one.claim()
+    assert claim is not None
+    servers.later(GONE_S - 1)
+    assert servers.other.claim() is None
+    servers.later(GONE_S)
+    servers.objects.put("jobs/clock", b"")
+    taken = servers.other.claim()
+    assert taken is not None
+    assert (taken.job.id, taken.job.starts) == (job.id, 2)
+    taken.finish(Job.done)
+    assert servers.other.get(job.id).state == "done"
+    for held in (claim, taken):
+        held.close()
+
+
+def test_a_server_that_is_there_keeps_its_jobs(servers: Servers) -> None:
+    servers.one.submit(asked())
+    claim = servers.one.claim()
+    assert claim is not None
+    for _ in range(10):
+        servers.later(40)
+        servers.one.claim()
+        assert servers.other.claim() is None
+    claim.close()
+
+
+def test_jobs_go_on_while_the_bucket_does_not_answer(servers: Servers) -> None:
+    job = servers.one.submit(asked())
+
+    def fail(operation: str, key: str) -> None:
+        raise BucketUnavailableError("no answer")
+
+    servers.objects.before = fail
+    servers.later(60)
+    claim = servers.one.claim()
+    assert claim is not None
+    claim.report({"step": "half"})
+    servers.objects.before = None
+    claim.finish(Job.done)
+    claim.close()
+    assert servers.other.get(job.id).state == "done"
