@@ -26,10 +26,26 @@ _POLL_S = 0.05
 
 
 @dataclass(slots=True)
-class StoreLock:
+class _Flock:
     """A held lock (a context manager). `fd` is -1 when released, or when a read-only store has no lock file."""
 
     fd: int
+
+    def release(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self.release()
+
+
+@dataclass(slots=True)
+class StoreLock(_Flock):
+    """The right to have a store open."""
 
     @classmethod
     def shared(cls, root: Path, *, readonly: bool = False, wait_s: float = WAIT_S) -> Self:
@@ -60,23 +76,10 @@ class StoreLock:
             )
         return cls(fd)
 
-    def release(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
-        self.release()
-
 
 @dataclass(slots=True)
-class CollectionLock:
-    """The right to take chunks away, or to rely on nobody doing that (a context manager)."""
-
-    fd: int
+class CollectionLock(_Flock):
+    """The right to take chunks away, or to rely on nobody doing that."""
 
     @classmethod
     def alone(cls, root: Path) -> Self:
@@ -117,17 +120,6 @@ class CollectionLock:
                 raise _busy(root)
             time.sleep(_POLL_S)
         return cls(fd)
-
-    def release(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
-        self.release()
 
 
 def _busy(root: Path) -> StoreBusyError:
