@@ -26,6 +26,7 @@ from typing import Any, Protocol, Self
 
 from imaged.errors import FormatError, NotFoundError, PvisorError, StoreBusyError
 from imaged.faults import store_faults
+from imaged.flock import is_held
 from imaged.job import Job, Kind, State, is_job_id
 from imaged.publish import published
 
@@ -206,17 +207,7 @@ class DirectoryJobStore:
             return cancelled
 
     def is_owned(self, job: str) -> bool:
-        try:
-            owner = os.open(self._path(job, "owner"), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(owner, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(owner)
-        return False
+        return is_held(self._path(job, "owner"))
 
     def finish(self, job: str, change: Callable[[Job], Job]) -> Job:
         """For the owner of this job."""

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from fuse import vmlease
 from imaged.config import Config
 from imaged.errors import FormatError
+from imaged.flock import is_held
 from imaged.names import VM_NAME
 from vmm import record, stray
 from vmm.errors import VmArgumentError, VmBusyError, VmError, VmExistsError, VmNotFoundError, VmSetupError
@@ -325,17 +326,7 @@ class Vms:
 
 def is_owned(path: Path) -> bool:
     """Whether the command that a temporary VM belongs to is still there."""
-    try:
-        fd = os.open(path / "owner", os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+    return is_held(path / "owner")
 
 
 def _empty(path: Path) -> None:
