@@ -22,20 +22,20 @@ from bench.common import Samples, show, write
 from bench.image import layers
 from bench.traced_mount import reads, traced_mount
 from bench.workloads import WORKLOADS, Image, Workload
-from imaged.apply import Tree
 from imaged.blockbuilder import BlockImageBuilder
 from imaged.blockformat import LEAF_BLOCKS, block_count
 from imaged.blockimage import BlockImage
-from imaged.cutter import CHUNK_MAX, PIECE_MAX, Cutter
-from imaged.denser import LEVEL
+from imaged.chunkstore.store import ChunkStore
+from imaged.conversion.apply import Tree
+from imaged.conversion.cutter import CHUNK_MAX, PIECE_MAX, Cutter
+from imaged.conversion.ingest import read_layer
+from imaged.conversion.layer import NodeEntry
+from imaged.conversion.layout import place
 from imaged.erofs.writer import metadata_image
 from imaged.extent import Extent
 from imaged.frame import ZSTD_LEVEL, Frame
 from imaged.ids import BLOCK_BYTES, ChunkId
-from imaged.ingest import read_layer
-from imaged.layer import NodeEntry
-from imaged.layout import place
-from imaged.store import ChunkStore
+from imaged.serving.denser import LEVEL
 
 CUTS = ((64, 64), (64, 32), (64, 16), (32, 32), (128, 128))
 """KiB of small files that share a chunk, and of the pieces of a large file."""

@@ -47,9 +47,9 @@ from bench.image import pvisor, pvisor_env
 from bench.plot import publish
 from bench.proxy import LINKS, Link, run_proxy
 from bench.workloads import MINBASE, SHELL, WORKLOADS, Image, Workload
+from imaged.chunkstore.store import ChunkStore
 from imaged.config import Config
-from imaged.denser import densify
-from imaged.store import ChunkStore
+from imaged.serving.denser import densify
 from scripts.debian import CACHE, TAG
 from tests.support.registry import free_port, run_registry
 

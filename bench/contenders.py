@@ -21,9 +21,9 @@ from bench.image import pvisor, pvisor_env
 from bench.proxy import Counted, Link, Proxy
 from bench.workloads import Image, Workload
 from imaged.catalog import find
+from imaged.chunkstore.store import ChunkStore
 from imaged.ids import ChunkId
 from imaged.profile import Profile
-from imaged.store import ChunkStore
 
 WITH_PROFILE = "pvisor, with profile"
 WITHOUT_PROFILE = "pvisor, without profile"

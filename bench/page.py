@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 
 from imaged.blockbuilder import BlockImageBuilder, write_blob
+from imaged.chunkstore.refs import Ref, RefTable
+from imaged.chunkstore.store import ChunkStore
 from imaged.extent import Extent
 from imaged.record import ImageRecord
-from imaged.refs import Ref, RefTable
-from imaged.store import ChunkStore
 from tests.support.chunkserver import chunk_server
 
 _FILES = 40

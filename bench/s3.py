@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.common import Samples, show, write
+from imaged.chunkstore.store import ChunkStore
 from imaged.frame import Frame
 from imaged.ids import ChunkId
 from imaged.s3.address import BucketAddress
@@ -26,7 +27,6 @@ from imaged.s3.client import S3Objects
 from imaged.s3.mirror import make_mirror
 from imaged.s3.packtable import pack_key
 from imaged.s3.store import MirrorStore
-from imaged.store import ChunkStore
 from tests.support.swift import run_swift
 
 _CHUNK_BYTES = 64 << 10

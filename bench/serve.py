@@ -22,8 +22,8 @@ from typing import Any
 from bench.common import Samples, show, write
 from bench.image import pvisor, pvisor_env
 from bench.wrk import RequestFile, get, post
+from imaged.chunkstore.store import ChunkStore
 from imaged.ids import ChunkId
-from imaged.store import ChunkStore
 from tests.support.registry import free_port
 
 CLIENTS = (1, 16, 128)

@@ -23,13 +23,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from imaged.appender import Appender
 from imaged.blockbuilder import BlockImageBuilder, write_blob
+from imaged.chunkstore.appender import Appender
+from imaged.chunkstore.store import ChunkStore, Ref
 from imaged.extent import Extent
 from imaged.frame import ZSTD_LEVEL, Codec, Frame, FrameHeader
 from imaged.ids import ChunkId
 from imaged.record import ImageRecord
-from imaged.store import ChunkStore, Ref
 
 PER_IMAGE = 8192
 _COMMIT_COUNT = 50_000
@@ -114,8 +114,8 @@ def in_process(code: str, root: Path) -> dict[str, float]:
 _COLLECT = """
 import json, resource, sys, threading, time
 from pathlib import Path
-from imaged.collect import collect
-from imaged.store import ChunkStore
+from imaged.collection.collect import collect
+from imaged.chunkstore.store import ChunkStore
 
 def memory(key):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -145,7 +145,7 @@ print(json.dumps({
 _OPEN = """
 import json, sys, time
 from pathlib import Path
-from imaged.store import ChunkStore
+from imaged.chunkstore.store import ChunkStore
 began = time.perf_counter()
 store = ChunkStore.open(Path(sys.argv[1]))
 opened = time.perf_counter()
@@ -155,8 +155,8 @@ print(json.dumps({"seconds": opened - began, "df_seconds": time.perf_counter() -
 _USAGE = """
 import json, sys, time
 from pathlib import Path
-from imaged.store import ChunkStore
-from imaged.usage import image_usage
+from imaged.chunkstore.store import ChunkStore
+from imaged.collection.usage import image_usage
 store = ChunkStore.open(Path(sys.argv[1]), readonly=True)
 began = time.perf_counter()
 images = image_usage(store)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from fuse import linux
 from imaged.blockimage import BlockImage
+from imaged.chunkstore.store import ChunkStore
 from imaged.ids import ChunkId
-from imaged.store import ChunkStore
 
 
 def serve_trace(store_root: Path, data: ChunkId, top: Path, log: Path) -> None:

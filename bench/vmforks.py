@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.common import Samples, show
 from bench.vmguest import IMAGE, Bench, answer, own_bytes
-from imaged.store import ChunkStore
+from imaged.chunkstore.store import ChunkStore
 from vmm import api, pagemap
 
 _SETTLED_S = 3.0

@@ -15,9 +15,9 @@ from bench.image import pvisor, pvisor_env
 from fuse import node
 from imaged import snapshots
 from imaged.census import Census
+from imaged.chunkstore.store import ChunkStore
 from imaged.config import Config
 from imaged.ids import ChunkId
-from imaged.store import ChunkStore
 from scripts.debian import TAG, debian_layout
 from tests.support.vm import kernel_environment
 from vmm import api, facts, recovery

@@ -12,7 +12,7 @@ from unittest import mock
 from bench.common import Samples
 from fuse import node, vmlease
 from imaged import snapshots
-from imaged.store import ChunkStore
+from imaged.chunkstore.store import ChunkStore
 from vmm import facts, identity, parking, recovery
 from vmm.held import Held
 from vmm.process import Process

@@ -60,7 +60,7 @@ class Settings:
 
 def _require_store(directory: Path, own: Path) -> None:
     """NotFoundError when the directory that --store names is no chunk store: commands would make one there."""
-    from imaged.pack import PACKS_DIRECTORY
+    from imaged.chunkstore.pack import PACKS_DIRECTORY
 
     if (directory / PACKS_DIRECTORY).is_dir():
         return
@@ -161,7 +161,7 @@ def store_directory(text: str, config: Config) -> Path:
 
 def remote_server(settings: Settings, server: str | None) -> str:
     """The server that a command with --remote, or --server, means. click.UsageError with --store."""
-    from imaged.acquire import require_server
+    from imaged.transfer.acquire import require_server
 
     if settings.store is not None:
         raise click.UsageError("--store is for what this host has: it goes with neither --remote nor --server")

@@ -9,12 +9,12 @@ from pathlib import Path
 import click
 
 from cli.common import Settings, command_options, progress, signature_options, warn
-from imaged import acquire
-from imaged.acquire import Acquired
 from imaged.ids import ChunkId
 from imaged.names import ImageName, SourceName
-from imaged.serverjob import JobGoesOn
 from imaged.signature import SigningKey
+from imaged.transfer import acquire
+from imaged.transfer.acquire import Acquired
+from imaged.transfer.serverjob import JobGoesOn
 
 _LEAST_FILL_MIB, _MOST_FILL_MIB = 0.001, 1_000_000
 

@@ -1,6 +1,6 @@
 """The process of a collection that `pvisor serve` does on the store of its own host: `python -m cli.gcjob --store DIR`.
 
-As `imaged.job_worker --gc`, and what stages and virtual machines of this host stand on is kept, too.
+As `imaged.jobs.job_worker --gc`, and what stages and virtual machines of this host stand on is kept, too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from imaged.config import Config
 from imaged.errors import PvisorError
 from imaged.ids import ChunkId
-from imaged.job_worker import answer, report_collection
+from imaged.jobs.job_worker import answer, report_collection
 from stage.kept.stages import Stages
 from vmm.kept import kept_images, kept_snapshots
 

@@ -11,11 +11,11 @@ import click
 
 from cli.common import Settings, age, human_bytes, progress, remote_server, store_options, table, warn
 from imaged import catalog
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import ChunkError, FormatError, NotFoundError
 from imaged.names import ImageName
 from imaged.reach import Marker
 from imaged.record import ImageRecord
-from imaged.store import ChunkStore
 
 
 @click.group(short_help="List, inspect, tag, remove, verify and export images.")
@@ -151,7 +151,7 @@ def _local_images(settings: Settings) -> list[dict[str, Any]]:
 
 
 def _remote_images(settings: Settings) -> list[dict[str, Any]]:
-    from imaged.acquire import command_upstream, require_server
+    from imaged.transfer.acquire import command_upstream, require_server
 
     with command_upstream(require_server(settings.config)) as upstream:
         return [
@@ -237,8 +237,8 @@ def sign(settings: Settings, name: str, key_file: Path, server: str | None) -> N
       openssl pkey -in team.key -pubout -out team.pub
       pvisor image sign app:v1 --key team.key --server http://store:7878
     """
-    from imaged.acquire import require_server, sign_image
     from imaged.signature import SigningKey
+    from imaged.transfer.acquire import require_server, sign_image
 
     at = server or settings.server
     if at is not None and settings.store is not None:
@@ -264,7 +264,7 @@ def rm(settings: Settings, remote: bool, server: str | None, names: tuple[str, .
       pvisor image rm debian:12 --server http://store:7878
     """
     if server is not None or remote:
-        from imaged.acquire import command_upstream
+        from imaged.transfer.acquire import command_upstream
 
         with command_upstream(remote_server(settings, server)) as upstream:
             gone = [upstream.remove_image(name) for name in names]
@@ -331,8 +331,8 @@ def export(settings: Settings, name: str, target: str) -> None:
         with progress(settings) as line:
             copy_tree(mounted, path, line)
     else:
-        from imaged.acquire import image_reader
-        from imaged.export import export_file
+        from imaged.conversion.export import export_file
+        from imaged.transfer.acquire import image_reader
 
         with ChunkStore.open(settings.config.store) as store, progress(settings) as line:
             entry = catalog.find(store, name)

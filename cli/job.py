@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from cli.common import Settings, age, command_options, human_bytes, table
-from imaged.acquire import command_upstream, require_server
-from imaged.remote import Job
+from imaged.fetching.remote import Job
+from imaged.transfer.acquire import command_upstream, require_server
 
 
 @click.group(short_help="List, inspect and cancel the server's jobs.")

@@ -91,8 +91,8 @@ def serve(
       pvisor serve --listen 0.0.0.0:7878 --upstream http://origin:7878 --cache-max 500G
       pvisor serve --listen 0.0.0.0:7878 --token-file /etc/pvisor/tokens --tls-cert cert.pem --tls-key key.pem
     """
-    from imaged.serveconfig import ServeOptions
-    from imaged.server import serve as serve_store
+    from imaged.serving.serveconfig import ServeOptions
+    from imaged.serving.server import serve as serve_store
 
     host, colon, port = listen.rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65535:

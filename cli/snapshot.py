@@ -21,10 +21,10 @@ from cli.common import (
 )
 from imaged import snapshots
 from imaged.census import Census
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import ChunkError, FormatError
 from imaged.snapshot import SnapshotRecord
 from imaged.snapshots import Ancestor, Snapshot
-from imaged.store import ChunkStore
 from imaged.verify import verify_snapshot
 
 _NS = 1_000_000_000
@@ -147,7 +147,7 @@ def _local_snapshots(settings: Settings) -> list[dict[str, Any]]:
 
 
 def _remote_snapshots(settings: Settings) -> list[dict[str, Any]]:
-    from imaged.acquire import command_upstream, require_server
+    from imaged.transfer.acquire import command_upstream, require_server
 
     with command_upstream(require_server(settings.config)) as upstream:
         return [
@@ -265,7 +265,7 @@ def rm(settings: Settings, remote: bool, server: str | None, names: tuple[str, .
       pvisor snapshot rm ready --server http://store:7878
     """
     if server is not None or remote:
-        from imaged.acquire import command_upstream
+        from imaged.transfer.acquire import command_upstream
 
         with command_upstream(remote_server(settings, server)) as upstream:
             gone = [upstream.remove_snapshot(name) for name in names]
@@ -312,7 +312,7 @@ def push(settings: Settings, name: str, force: bool) -> None:
       pvisor snapshot push ready --server http://store:7878
       pvisor snapshot push --force ready
     """
-    from imaged.acquire import push_snapshot
+    from imaged.transfer.acquire import push_snapshot
 
     with progress(settings) as line:
         pushed = push_snapshot(settings.config, name, progress=line, replace=force)
@@ -339,7 +339,7 @@ def pull(settings: Settings, name: str, lazy: bool) -> None:
       pvisor snapshot pull ready --server http://store:7878
       pvisor snapshot pull --complete ready
     """
-    from imaged.acquire import pull_snapshot
+    from imaged.transfer.acquire import pull_snapshot
 
     with progress(settings) as line:
         pulled = pull_snapshot(settings.config, name, lazy=lazy, progress=line)

@@ -12,8 +12,8 @@ from cli.common import Settings, human_bytes, store_options, table, warn
 from imaged.errors import PvisorError
 
 if TYPE_CHECKING:
+    from imaged.collection.usage import ImageUsage
     from imaged.config import Config
-    from imaged.usage import ImageUsage
     from stage.kept.stages import Stages
     from vmm.record import VmRecord
 
@@ -42,9 +42,9 @@ def df(settings: Settings, totals: bool) -> None:
       pvisor store df
       pvisor store df --totals --json
     """
-    from imaged.eviction import noted_bound, used_bytes
-    from imaged.store import ChunkStore
-    from imaged.usage import image_usage
+    from imaged.chunkstore.store import ChunkStore
+    from imaged.collection.eviction import noted_bound, used_bytes
+    from imaged.collection.usage import image_usage
 
     with ChunkStore.open(settings.config.store, readonly=True) as opened:
         usage, disk_bytes, bound = opened.df(), used_bytes(opened.root), noted_bound(opened.index)
@@ -94,9 +94,9 @@ def gc(settings: Settings) -> None:
       pvisor store gc
       pvisor store gc --store /srv/pvisor
     """
-    from imaged.collect import collect
+    from imaged.chunkstore.store import ChunkStore
+    from imaged.collection.collect import collect
     from imaged.ids import ChunkId
-    from imaged.store import ChunkStore
     from stage.kept.stages import StageInfo, Stages
     from vmm.kept import kept_images, kept_snapshots
     from vmm.vms import Vms
@@ -176,7 +176,7 @@ def _let_go(config: Config) -> None:
     """The node daemon keeps what is mounted: what has lost its name, and nobody uses, need not be."""
     from fuse import mounts
     from fuse.node import connect
-    from imaged.store import ChunkStore
+    from imaged.chunkstore.store import ChunkStore
 
     node = connect(config)
     if node is None:
@@ -208,7 +208,7 @@ def fsck(settings: Settings, rebuild: bool) -> int:
       pvisor store fsck
       pvisor store fsck --rebuild
     """
-    from imaged.fsck import check
+    from imaged.chunkstore.fsck import check
 
     report = check(settings.config.store, rebuild=rebuild)
     settings.emit(

@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from cli.common import Settings, output_options, table
-from imaged.tokenfile import add_token, revoke_token
-from imaged.tokens import Scope, Token, read_tokens
+from imaged.serving.tokenfile import add_token, revoke_token
+from imaged.serving.tokens import Scope, Token, read_tokens
 
 
 def file_option(function: Any) -> Any:

@@ -14,8 +14,8 @@ from typing import Any
 from fuse import protocol, rundir
 from fuse.errors import NodeError
 from imaged.config import Config
-from imaged.credentials import KNOWN
 from imaged.errors import FormatError, PvisorError
+from imaged.fetching.credentials import KNOWN
 
 log = logging.getLogger(__name__)
 _THREADS = 16

@@ -29,8 +29,8 @@ import mfusepy
 
 from fuse import rundir
 from imaged.config import Config
-from imaged.credentials import KNOWN, VARIABLE
 from imaged.errors import NotFoundError, PvisorError
+from imaged.fetching.credentials import KNOWN, VARIABLE
 
 if TYPE_CHECKING:
     from fuse.files import BlockFiles
@@ -176,12 +176,12 @@ def serve(config: Config, ready: Any) -> None:
     from fuse.keeping import Keeping
     from fuse.opener import Opener
     from fuse.snapshotopener import SnapshotOpener
-    from imaged.eviction import Evictor
-    from imaged.fetch import Fetcher
+    from imaged.chunkstore.store import ChunkStore
+    from imaged.collection.eviction import Evictor
+    from imaged.fetching.fetch import Fetcher
+    from imaged.fetching.upstream import HttpUpstream
     from imaged.ids import ChunkId
     from imaged.signature import Trust
-    from imaged.store import ChunkStore
-    from imaged.upstream import HttpUpstream
 
     started = time.monotonic()
     with ChunkStore.open(config.store) as store:

@@ -12,7 +12,7 @@ from fuse.readahead import Prefetcher, Runs
 from fuse.recorder import Recording
 from imaged.blockimage import BlockImage
 from imaged.errors import ChunkMissingError, FormatError, NotFoundError, PvisorError
-from imaged.fetch import Fetcher, FetchingReader, Tally
+from imaged.fetching.fetch import Fetcher, FetchingReader, Tally
 from imaged.ids import ChunkId
 
 _AHEAD_S = 30.0

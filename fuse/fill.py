@@ -19,14 +19,14 @@ from itertools import islice
 from typing import Any
 
 from imaged.blockimage import BlockImage
-from imaged.download import Download
 from imaged.errors import PvisorError, StoreError, UpstreamError
-from imaged.fetch import Fetcher, Tally
+from imaged.fetching.download import Download
+from imaged.fetching.fetch import Fetcher, Tally
+from imaged.fetching.upstream import RetryPolicy
 from imaged.frame import Frame
 from imaged.ids import ChunkId
 from imaged.reach import reachable
 from imaged.record import ImageRecord
-from imaged.upstream import RetryPolicy
 
 log = logging.getLogger(__name__)
 DEFAULT_BYTES_PER_S = 8 << 20

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from fuse.files import BlockFiles
-from imaged.acquire import COMMAND_RETRY
+from imaged.collection.holding import unsafe
+from imaged.collection.lease import Lease
 from imaged.errors import NotFoundError, PvisorError, StoreError
-from imaged.fetch import Fetcher
-from imaged.holding import unsafe
+from imaged.fetching.fetch import Fetcher
 from imaged.ids import ChunkId
-from imaged.lease import Lease
+from imaged.transfer.acquire import COMMAND_RETRY
 
 GRACE_S = 15.0
 """Between the answer to who opened it and the mount, or the QEMU."""

@@ -144,7 +144,7 @@ def release_unnamed(config: Config, named: Collection[str]) -> list[str]:
 
 def _in_use(config: Config, target: Path, leases: contextlib.ExitStack) -> str | None:
     """What keeps an image mounted; when nothing does, `leases` gets its lease, so that nobody begins to use it."""
-    from imaged.storelock import holders
+    from imaged.chunkstore.storelock import holders
 
     lease = os.open(rundir.lease_path(config, target.name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     leases.callback(os.close, lease)

@@ -16,19 +16,19 @@ from fuse.metadata import MetadataFiles
 from fuse.node import OpenImage
 from fuse.recorder import Recorder
 from imaged import catalog
-from imaged.acquire import COMMAND_RETRY
 from imaged.blockimage import open_blob, read_blob
-from imaged.boot import Ahead, follow, recall
 from imaged.config import Config, server_urls
 from imaged.errors import ChunkCorruptError, ChunkMissingError, FormatError, NotFoundError, UpstreamError
-from imaged.fetch import Fetcher, Tally
+from imaged.fetching.boot import Ahead, follow, recall
+from imaged.fetching.fetch import Fetcher, Tally
+from imaged.fetching.tiers import first, tiers
+from imaged.fetching.upstream import HttpUpstream
 from imaged.ids import ChunkId
 from imaged.names import ImageName
-from imaged.pull import Pulled, pull_image
 from imaged.record import ImageRecord
 from imaged.signature import Signature, Trust
-from imaged.tiers import first, tiers
-from imaged.upstream import HttpUpstream
+from imaged.transfer.acquire import COMMAND_RETRY
+from imaged.transfer.pull import Pulled, pull_image
 
 log = logging.getLogger(__name__)
 _ANY = Trust()

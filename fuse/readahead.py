@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from imaged.workers import Workers
+from imaged.fetching.workers import Workers
 
 log = logging.getLogger(__name__)
 RUN_BYTES = 1 << 20

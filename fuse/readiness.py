@@ -15,7 +15,7 @@ from itertools import islice
 
 from imaged.blockimage import BlockImage
 from imaged.errors import PvisorError
-from imaged.fetch import Fetcher, Tally
+from imaged.fetching.fetch import Fetcher, Tally
 from imaged.ids import ChunkId
 
 log = logging.getLogger(__name__)

@@ -19,14 +19,14 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from imaged.errors import PvisorError
+from imaged.fetching.upstream import HttpUpstream, RetryPolicy, UpstreamRefusedError
 from imaged.ids import ChunkId
 from imaged.offers import Offer
 from imaged.profile import ENTRY_LIMIT, RUN_BYTES
-from imaged.upstream import HttpUpstream, RetryPolicy, UpstreamRefusedError
 
 if TYPE_CHECKING:
     from fuse.files import BlockFile
-    from imaged.fetch import Fetcher
+    from imaged.fetching.fetch import Fetcher
 
 log = logging.getLogger(__name__)
 QUIET_S = 2.0

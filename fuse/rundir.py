@@ -104,7 +104,7 @@ def lock(fd: int, path: Path, *, wait_s: float) -> None:
     deadline = time.monotonic() + wait_s
     while not try_lock(fd):
         if time.monotonic() >= deadline:
-            from imaged.storelock import holders  # imports LMDB, which the hot path does without
+            from imaged.chunkstore.storelock import holders  # imports LMDB, which the hot path does without
 
             pids = ", ".join(map(str, holders(os.fstat(fd)))) or "another process"
             message = f"{path} has been locked by {pids} for {wait_s:.0f} s"

@@ -21,11 +21,11 @@ from imaged.blockimage import BlockImage, open_blob, read_blob
 from imaged.changes import changes
 from imaged.config import Config
 from imaged.errors import ChunkError, FormatError, StoreError, UpstreamError
-from imaged.fetch import Fetcher
+from imaged.fetching.fetch import Fetcher
+from imaged.fetching.workers import Workers
 from imaged.ids import ChunkId
 from imaged.snapshot import STATE_LIMIT_BYTES, SnapshotRecord
 from imaged.snapshots import Snapshot
-from imaged.workers import Workers
 
 log = logging.getLogger(__name__)
 _KEPT = 256

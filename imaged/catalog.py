@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from imaged.chunkstore.refs import Ref
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import NotFoundError
 from imaged.ids import ChunkId
 from imaged.names import ImageName
 from imaged.record import ImageRecord
-from imaged.refs import Ref
 from imaged.signature import Trust
-from imaged.store import ChunkStore
 
 _BEGINS_ID = re.compile(r"[0-9a-f]{8,64}")
 

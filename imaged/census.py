@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from imaged.blockformat import Leaf, Root
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import ChunkCorruptError, ChunkMissingError
 from imaged.ids import ChunkId
 from imaged.measure import Measured
 from imaged.record import ImageRecord
 from imaged.snapshot import SnapshotRecord
-from imaged.store import ChunkStore
 
 _AT_ONCE = 4096
 

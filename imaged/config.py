@@ -40,7 +40,7 @@ class Config:
         """From PVISOR_HOME, PVISOR_RUN, PVISOR_SERVER, PVISOR_CACHE_MAX, PVISOR_REQUIRE_SIGNATURE (a list as
         PATH is one) and the defaults; `server` and `require_signature` are flags and win. InvalidNameError.
 
-        PVISOR_TOKEN is noted for these servers (imaged/credentials.py), and is nowhere in here.
+        PVISOR_TOKEN is noted for these servers (imaged/fetching/credentials.py), and is nowhere in here.
         """
         root = os.geteuid() == 0
         user_home = Path(environ.get("HOME", "/"))
@@ -55,7 +55,7 @@ class Config:
                     f"server {url!r} is not an http:// or https:// URL", hint="give --server http://HOST:PORT"
                 )
         if environ.get("PVISOR_TOKEN"):
-            from imaged.credentials import KNOWN
+            from imaged.fetching.credentials import KNOWN
 
             KNOWN.learn(",".join(urls), environ["PVISOR_TOKEN"])
         keys = require_signature or environ.get("PVISOR_REQUIRE_SIGNATURE", "").split(os.pathsep)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from imaged.chunks import ChunkReader
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import ChunkError, PvisorError
 from imaged.ids import ChunkId
-from imaged.store import ChunkStore
 
 
 class IncompleteError(PvisorError):

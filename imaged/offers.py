@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from imaged.chunkstore.index import Index
 from imaged.ids import ChunkId
-from imaged.index import Index
 from imaged.profile import ENTRY_LIMIT
 
 log = logging.getLogger(__name__)

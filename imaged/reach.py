@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 from imaged.blockformat import Leaf, Root
 from imaged.blockimage import BlockImage, get_many, read_blob
 from imaged.chunks import ChunkReader
+from imaged.conversion.layer import chunk_ids as layer_chunk_ids
 from imaged.errors import ChunkCorruptError, ChunkMissingError
 from imaged.ids import ChunkId
-from imaged.layer import chunk_ids as layer_chunk_ids
 from imaged.record import ImageRecord
 from imaged.snapshot import SnapshotRecord
 
@@ -51,7 +51,7 @@ class PartialReader(ChunkReader, Protocol):
 
 
 class MarkSet(Protocol):
-    """Where a `Marker` notes chunks: a set, or `imaged.marks.Marks`."""
+    """Where a `Marker` notes chunks: a set, or `imaged.collection.marks.Marks`."""
 
     def add(self, chunk: ChunkId, /) -> None: ...
 

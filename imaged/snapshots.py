@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from imaged.chunkstore.snapshotrefs import SnapshotRef
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import (
     ChunkCorruptError,
     ChunkError,
@@ -20,8 +22,6 @@ from imaged.ids import ChunkId
 from imaged.names import snapshot_name
 from imaged.record import ImageRecord
 from imaged.snapshot import SnapshotRecord
-from imaged.snapshotrefs import SnapshotRef
-from imaged.store import ChunkStore
 
 log = logging.getLogger(__name__)
 _BEGINS_ID = re.compile(r"[0-9a-f]{8,64}")

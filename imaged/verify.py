@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from imaged.blockformat import Leaf, Root
 from imaged.catalog import Entry
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import ChunkCorruptError, ChunkMissingError
 from imaged.ids import ChunkId
 from imaged.progress import Progress
 from imaged.record import ImageRecord
 from imaged.snapshots import Snapshot, snapshot_origin
-from imaged.store import ChunkStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import FormatError
 from imaged.ids import ChunkId
-from imaged.store import ChunkStore
 from vmm.errors import VmExistsError
 from vmm.held import Held
 from vmm.vms import Vms, numbered_names

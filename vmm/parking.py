@@ -17,9 +17,9 @@ from pathlib import Path
 
 from fuse import vmlease
 from imaged import snapshots
-from imaged.acquire import snapshot_reader
 from imaged.blockbuilder import write_blob
 from imaged.chunks import ChunkReader
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import NameTakenError, PvisorError
 from imaged.frame import ZSTD_LEVEL
 from imaged.ids import ChunkId
@@ -27,7 +27,7 @@ from imaged.names import snapshot_name
 from imaged.progress import NoProgress, Progress
 from imaged.snapshot import Machine, SnapshotRecord
 from imaged.snapshots import Snapshot
-from imaged.store import ChunkStore
+from imaged.transfer.acquire import snapshot_reader
 from vmm import recovery
 from vmm.disk import capture_disk
 from vmm.errors import VmError, VmStateError

@@ -21,7 +21,7 @@ from vmm.record import Park, State, VmRecord
 from vmm.vms import Vms, is_owned
 
 if TYPE_CHECKING:
-    from imaged.store import ChunkStore
+    from imaged.chunkstore.store import ChunkStore
 
 
 def is_settled(vms: Vms, record: VmRecord) -> bool:
@@ -62,7 +62,7 @@ def find_published(config: Config, record: VmRecord) -> str | None:
     """The id of the snapshot that this park has made, or None: it is in the store as a whole or not at all."""
     if record.park is None or not record.park.name or not config.store.is_dir():
         return None
-    from imaged.store import ChunkStore
+    from imaged.chunkstore.store import ChunkStore
 
     with ChunkStore.open(config.store, readonly=True) as store:
         return published(store, record)

@@ -50,7 +50,7 @@ def drop_own_park(vms: Vms, held: Held) -> str | None:
     name = _own_park(vms, held)
     if name is None:
         return None
-    from imaged.store import ChunkStore
+    from imaged.chunkstore.store import ChunkStore
 
     with ChunkStore.open(vms.config.store) as store:
         return name if store.snapshots.delete(name) else None
@@ -61,7 +61,7 @@ def _own_park(vms: Vms, held: Held) -> str | None:
     record = held.record
     if not record.own_park or not vms.config.store.is_dir():
         return None
-    from imaged.store import ChunkStore
+    from imaged.chunkstore.store import ChunkStore
 
     with ChunkStore.open(vms.config.store, readonly=True) as store:
         try:

@@ -39,7 +39,7 @@ def _found(config: Config, text: str) -> Snapshot | None:
     if not config.store.is_dir():
         return None
     from imaged import snapshots
-    from imaged.store import ChunkStore
+    from imaged.chunkstore.store import ChunkStore
 
     with ChunkStore.open(config.store, readonly=True) as store:
         try:
@@ -64,7 +64,7 @@ def open_snapshot(config: Config, snapshot: str, server: str | None, progress: P
 
 def _pull(config: Config, snapshot: str, server: str, progress: Progress) -> None:
     """Lazily. NotFoundError, UpstreamError."""
-    from imaged.acquire import pull_snapshot
+    from imaged.transfer.acquire import pull_snapshot
 
     text = _NOT_HERE.format(snapshot)
     try:
@@ -78,8 +78,8 @@ def _pull(config: Config, snapshot: str, server: str, progress: Progress) -> Non
 
 def _is_here(config: Config, snapshot: str) -> bool:
     """Whether the store knows the snapshot, damaged or not, or more than one that is meant."""
+    from imaged.chunkstore.store import ChunkStore
     from imaged.snapshots import knows
-    from imaged.store import ChunkStore
 
     with ChunkStore.open(config.store, readonly=True) as store:
         return knows(store, snapshot)

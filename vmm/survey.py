@@ -116,8 +116,8 @@ def _last_snapshot(config: Config, record: VmRecord) -> str:
     """What to call the snapshot that the VM stands on; "" when there is none, or it is gone."""
     if not record.snapshot or not config.store.is_dir():
         return ""
+    from imaged.chunkstore.store import ChunkStore
     from imaged.ids import ChunkId
-    from imaged.store import ChunkStore
 
     snapshot = ChunkId.parse(record.snapshot)
     try:

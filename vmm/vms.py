@@ -297,7 +297,7 @@ class Vms:
         return fd
 
     def _busy(self, name: str) -> VmBusyError:
-        from imaged.storelock import holders  # imports LMDB
+        from imaged.chunkstore.storelock import holders  # imports LMDB
 
         try:
             doing = str(self.get(name).state)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 from blake3 import blake3
 
+from imaged.conversion.layout import Placement
+from imaged.conversion.tree import Inode
 from imaged.erofs import format as erofs
 from imaged.erofs import xattrs
 from imaged.errors import FormatError, UnsupportedImageError
 from imaged.ids import BLOCK_BYTES
-from imaged.layout import Placement
-from imaged.tree import Inode
 
 _SECOND_NS = 1_000_000_000
 _SHORT = 1 << 16

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from imaged.chunkstore.index import Index, Location
+from imaged.collection.lease import Leases
 from imaged.errors import BucketUnavailableError, ChunkUnreadableError, StoreError
 from imaged.frame import Frame
 from imaged.ids import ChunkId
-from imaged.index import Index, Location
-from imaged.lease import Leases
 from imaged.s3.address import BucketAddress, Patience, endpoint
 from imaged.s3.cache import give_back
 from imaged.s3.client import S3Objects

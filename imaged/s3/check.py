@@ -6,23 +6,23 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from imaged.chunkstore.index import FOREIGN_PACKS, INDEX_NAME
+from imaged.chunkstore.indexfile import LOCK_SUFFIX
+from imaged.chunkstore.pack import PACKS_DIRECTORY, scan
+from imaged.chunkstore.salvage import salvage
+from imaged.chunkstore.store import ChunkStore
+from imaged.chunkstore.storelock import StoreLock
 from imaged.errors import ChunkCorruptError, FormatError, ObjectMissingError, StoreError
 from imaged.frame import Frame
 from imaged.ids import ChunkId
-from imaged.index import FOREIGN_PACKS, INDEX_NAME
-from imaged.indexfile import LOCK_SUFFIX
-from imaged.pack import PACKS_DIRECTORY, scan
 from imaged.s3 import packindex
 from imaged.s3.objects import Objects
 from imaged.s3.packindex import Row
 from imaged.s3.packtable import INDEXES_DIRECTORY, PACKS, RemotePack, index_key, pack_key
 from imaged.s3.store import MirrorStore
-from imaged.salvage import salvage
-from imaged.store import ChunkStore
-from imaged.storelock import StoreLock
 
 if TYPE_CHECKING:
-    from imaged.fsck import FsckReport
+    from imaged.chunkstore.fsck import FsckReport
 
 _READ_BYTES = 8 << 20
 _OLD_DIRECTORY = "packs.old"
@@ -33,7 +33,7 @@ _HINT = (
 
 
 def check_bucket(root: Path, report: FsckReport, *, rebuild: bool) -> FsckReport:
-    """As `imaged.fsck.check`, of the bucket that `root` is a mirror of. BucketUnavailableError too.
+    """As `imaged.chunkstore.fsck.check`, of the bucket that `root` is a mirror of. BucketUnavailableError too.
 
     Reads every pack from the bucket, whatever is here. With `rebuild` the mirror is made anew first, alone.
     """
@@ -119,7 +119,7 @@ def _check_rows(objects: Objects, pack: RemotePack, rows: list[Row], report: Fsc
 
 
 def _check_names(store: MirrorStore, report: FsckReport) -> None:
-    from imaged.fsck import check_names  # it imports this module
+    from imaged.chunkstore.fsck import check_names  # it imports this module
 
     check_names(store, report, copies=False)
 

@@ -14,17 +14,19 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from imaged import owned
-from imaged.appender import Appender
-from imaged.collect import CollectReport
+from imaged.chunkstore.appender import Appender
+from imaged.chunkstore.index import Location
+from imaged.chunkstore.pack import PACK_HEADER_BYTES
+from imaged.chunkstore.store import ChunkStore
+from imaged.chunkstore.storelock import CollectionLock
+from imaged.collection import owned
+from imaged.collection.collect import CollectReport
+from imaged.collection.marks import Marks
+from imaged.collection.roots import Keep, Roots, mark_either
 from imaged.errors import ChunkError, FormatError, ObjectMissingError
 from imaged.frame import Frame
 from imaged.ids import ChunkId
-from imaged.index import Location
-from imaged.marks import Marks
-from imaged.pack import PACK_HEADER_BYTES
 from imaged.reach import Marker
-from imaged.roots import Keep, Roots, mark_either
 from imaged.s3 import condemnedlist
 from imaged.s3.condemnedlist import LISTS, SUFFIX, CondemnedList, Copy
 from imaged.s3.leftovers import remove_leftovers
@@ -32,8 +34,6 @@ from imaged.s3.packindex import PackIndex, Row
 from imaged.s3.packtable import RemotePack, index_key, pack_key
 from imaged.s3.serverlease import live, missing_from
 from imaged.s3.store import MirrorStore
-from imaged.store import ChunkStore
-from imaged.storelock import CollectionLock
 
 LIVE_SHARE = 0.5
 """A pack of which less than this is live is rewritten."""
@@ -76,7 +76,7 @@ class _Done:
 
 
 def collect_bucket(root: Path, *, keep: Keep, keep_snapshots: Keep) -> CollectReport:
-    """As `imaged.collect.collect`, of the bucket that `root` is a mirror of. BucketUnavailableError too.
+    """As `imaged.collection.collect.collect`, of the bucket that `root` is a mirror of. BucketUnavailableError too.
 
     `freed_bytes` are of the bucket. What servers may still rely on after the longest wait is left for the next time.
     """

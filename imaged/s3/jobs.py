@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from imaged.errors import FormatError, NotFoundError, ObjectMissingError, StoreError
-from imaged.job import Job, State, is_job_id
-from imaged.jobstore import KEPT_JOBS, START_LIMIT, Claim, DirectoryJobStore, JobEndedError
+from imaged.jobs.job import Job, State, is_job_id
+from imaged.jobs.jobstore import KEPT_JOBS, START_LIMIT, Claim, DirectoryJobStore, JobEndedError
 from imaged.s3.objects import Entry, Made, Objects
 
 log = logging.getLogger(__name__)

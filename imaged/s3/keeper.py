@@ -9,8 +9,8 @@ import threading
 import time
 from pathlib import Path
 
+from imaged.collection.lease import Leases, least_epoch
 from imaged.errors import PvisorError
-from imaged.lease import Leases, least_epoch
 from imaged.s3.address import Patience
 from imaged.s3.serverlease import ServerLease, Wish
 from imaged.s3.sync import Sync

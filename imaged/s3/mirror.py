@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from imaged.chunkstore.pack import PACKS_DIRECTORY
+from imaged.chunkstore.store import MIRROR_NAME
 from imaged.config import Config
 from imaged.errors import FormatError, StoreError
 from imaged.faults import store_faults
-from imaged.pack import PACKS_DIRECTORY
 from imaged.publish import published
 from imaged.s3.address import SCHEME, BucketAddress, directory_name, endpoint
-from imaged.store import MIRROR_NAME
 
 _VERSION = 1
 

@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
+from imaged.chunkstore.pack import PACK_HEADER_BYTES
 from imaged.errors import FormatError
 from imaged.frame import CHUNK_LIMIT_BYTES, HEADER_BYTES, Codec
 from imaged.ids import ChunkId
-from imaged.pack import PACK_HEADER_BYTES
 
 MAGIC = b"pvX1"
 HEADER = struct.Struct("<4sIQ")

@@ -16,10 +16,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from imaged.chunkstore.index import FOREIGN_PACKS, Index, Location
 from imaged.errors import FormatError
 from imaged.faults import store_faults
 from imaged.ids import ChunkId
-from imaged.index import FOREIGN_PACKS, Index, Location
 from imaged.publish import published
 from imaged.s3 import packindex
 from imaged.s3.packindex import PackIndex

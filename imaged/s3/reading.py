@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from imaged.chunkstore.index import Location
+from imaged.chunkstore.pack import PACK_HEADER_BYTES, pack_path, punch
 from imaged.errors import (
     BucketUnavailableError,
     ChunkCorruptError,
@@ -29,8 +31,6 @@ from imaged.errors import (
 )
 from imaged.frame import HEADER_BYTES, Frame, FrameHeader
 from imaged.ids import ChunkId
-from imaged.index import Location
-from imaged.pack import PACK_HEADER_BYTES, pack_path, punch
 from imaged.s3.objects import Objects
 from imaged.s3.packindex import Row
 from imaged.s3.packtable import PackTable, pack_key

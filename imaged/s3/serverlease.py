@@ -18,9 +18,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
+from imaged.chunkstore.index import Index
 from imaged.errors import FormatError, ObjectMissingError
 from imaged.ids import ChunkId
-from imaged.index import Index
 from imaged.publish import published
 from imaged.s3.objects import Objects
 

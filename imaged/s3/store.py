@@ -8,14 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from imaged.chunkstore.index import Index, Location
+from imaged.chunkstore.store import ChunkStore
+from imaged.chunkstore.storelock import StoreLock
 from imaged.errors import ChunkCorruptError, ChunkMissingError, ChunkUnreadableError, StoreError
 from imaged.frame import Frame
 from imaged.ids import ChunkId
-from imaged.index import Index, Location
 from imaged.reach import reachable, reachable_snapshot
 from imaged.s3.bucket import Bucket
-from imaged.store import ChunkStore
-from imaged.storelock import StoreLock
 
 _LOOKUP_COUNT = 256
 log = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from imaged.chunkstore.index import COLLECTIONS, Index, Location
+from imaged.chunkstore.pack import PackWriter, pack_path
 from imaged.errors import FormatError, ObjectMissingError
 from imaged.ids import ChunkId
-from imaged.index import COLLECTIONS, Index, Location
-from imaged.pack import PackWriter, pack_path
 from imaged.s3 import condemnedlist, packindex
 from imaged.s3.condemnedlist import LISTS, SUFFIX, CondemnedList
 from imaged.s3.objects import Objects

@@ -21,9 +21,9 @@ from urllib.parse import quote, unquote
 
 from blake3 import blake3
 
+from imaged.chunkstore.index import NAMES, Index, Txn
 from imaged.errors import FormatError, NameMovedError, ObjectMissingError
 from imaged.ids import ChunkId
-from imaged.index import NAMES, Index, Txn
 from imaged.s3.names import (
     REFS,
     Document,

@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
+from imaged.chunkstore.index import FOREIGN_PACKS, Index, Location, PackRow
+from imaged.chunkstore.pack import PACK_HEADER_BYTES, PackWriter, pack_path
 from imaged.errors import ChunkCorruptError, FormatError, StoreError
 from imaged.faults import store_faults
 from imaged.frame import HEADER_BYTES, Frame, FrameHeader
-from imaged.index import FOREIGN_PACKS, Index, Location, PackRow
-from imaged.pack import PACK_HEADER_BYTES, PackWriter, pack_path
 from imaged.s3 import packindex
 from imaged.s3.objects import Objects
 from imaged.s3.packindex import Row

@@ -13,11 +13,11 @@ from typing import TypeVar
 
 from imaged import catalog, submodule
 from imaged.catalog import Entry
+from imaged.chunkstore.refs import Ref
+from imaged.chunkstore.store import ChunkStore
 from imaged.ids import ChunkId
 from imaged.profile import Profile
 from imaged.record import ImageRecord
-from imaged.refs import Ref
-from imaged.store import ChunkStore
 
 log = logging.getLogger(__name__)
 _LONGEST_S = 600.0
@@ -37,7 +37,7 @@ class _Count:
 
 
 class Sharing:
-    """The bytes that are each image's and snapshot's own (`imaged.sharing`). For one event loop; `close` it."""
+    """The bytes that are each image's and snapshot's own (`imaged.serving.sharing`). For one event loop; `close` it."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -66,7 +66,7 @@ class Sharing:
             count.task = None
 
     async def _ask(self, namespace: str | None) -> dict[str, int]:
-        command = [*submodule.command("imaged.sharing"), f"--store={self._root}"]
+        command = [*submodule.command("imaged.serving.sharing"), f"--store={self._root}"]
         command += [f"--namespace={namespace}"] if namespace is not None else []
         process = await asyncio.create_subprocess_exec(
             *command,

@@ -9,12 +9,12 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from imaged.catalog import Entry
+from imaged.chunkstore.refs import Ref
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import ChunkError, FormatError, NotFoundError
 from imaged.ids import ChunkId
 from imaged.names import ImageName
 from imaged.record import ImageRecord
-from imaged.refs import Ref
-from imaged.store import ChunkStore
 from imaged.web.figures import Known, Startup
 from imaged.web.frame import Page, empty, facts, heading, live_part, row, table, tiles
 from imaged.web.html import Child, Html, join, tag

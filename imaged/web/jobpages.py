@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from imaged.job import Job, Kind, State
+from imaged.jobs.job import Job, Kind, State
 from imaged.web.frame import Page, empty, facts, heading, hidden, live_part, note, row, table, tiles
 from imaged.web.html import Child, Html, join, tag
 from imaged.web.imagepages import image_path

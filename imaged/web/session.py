@@ -19,13 +19,13 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from imaged.access import Access
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import PvisorError
 from imaged.faults import store_faults
-from imaged.job import Job, Kind
-from imaged.store import ChunkStore
-from imaged.tenant import tenant_view
-from imaged.tokens import Scope, Token, digest_of
+from imaged.jobs.job import Job, Kind
+from imaged.serving.access import Access
+from imaged.serving.tenant import tenant_view
+from imaged.serving.tokens import Scope, Token, digest_of
 
 COOKIE = "pvisor_session"
 _KEY_NAME = "session.key"

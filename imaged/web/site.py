@@ -14,13 +14,13 @@ from aiohttp import web
 
 from imaged import snapshots
 from imaged.blocking import Blocking
+from imaged.chunkstore.refs import Ref
+from imaged.chunkstore.snapshotrefs import SnapshotRef
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import PvisorError
-from imaged.httperrors import STATUS
-from imaged.job import Job, Kind
-from imaged.jobs import Jobs
-from imaged.refs import Ref
-from imaged.snapshotrefs import SnapshotRef
-from imaged.store import ChunkStore
+from imaged.jobs.job import Job, Kind
+from imaged.jobs.running import Jobs
+from imaged.serving.httperrors import STATUS
 from imaged.web import imagepages, jobpages, snapshotpages, storepage
 from imaged.web.figures import Known, Sharing
 from imaged.web.frame import Page, problem, respond

@@ -530,6 +530,6 @@ def _tell_left(path: Path, error: Exception) -> None:
 
 
 def _holders(path: Path) -> list[int]:
-    from imaged.storelock import holders
+    from imaged.chunkstore.storelock import holders
 
     return holders((path / "lock").stat())

@@ -12,19 +12,19 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from imaged.access import ROUTES, Need
 from imaged.blockimage import BlockImage
-from imaged.credentials import KNOWN
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import UpstreamError
+from imaged.fetching.credentials import KNOWN
+from imaged.fetching.upstream import HttpUpstream, RetryPolicy
 from imaged.frame import HEADER_BYTES, Codec, Frame, FrameHeader
 from imaged.ids import ChunkId
 from imaged.reach import reachable
-from imaged.serveconfig import ServeOptions
-from imaged.server import application
-from imaged.store import ChunkStore
-from imaged.tokenfile import add_token, revoke_token
-from imaged.tokens import Scope, Token
-from imaged.upstream import HttpUpstream, RetryPolicy
+from imaged.serving.access import ROUTES, Need
+from imaged.serving.serveconfig import ServeOptions
+from imaged.serving.server import application
+from imaged.serving.tokenfile import add_token, revoke_token
+from imaged.serving.tokens import Scope, Token
 from tests.support.chunkserver import ChunkServer, ask, chunk_server
 from tests.support.command import Host
 from tests.support.synthetic import Synthetic, add_image

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from imaged.fsck import check
+from imaged.chunkstore.fsck import check
 from tests.support import oci
 from tests.support.bad import GZIP, PLAIN, TAR, ZSTD, flipped, image, listing, names, says, tree_of
 from tests.support.chunkserver import chunk_server

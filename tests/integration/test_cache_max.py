@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from fuse import node
+from imaged.chunkstore.fsck import check
+from imaged.chunkstore.store import ChunkStore
 from imaged.config import Config
-from imaged.fsck import check
-from imaged.store import ChunkStore
 from tests.support.chunkserver import ChunkServer, chunk_server
 from tests.support.command import Host, host
 from tests.support.node import convert_tree, kill_daemon, wait_for

@@ -14,9 +14,9 @@ import pytest
 
 from imaged import catalog
 from imaged.blockimage import BlockImage
+from imaged.chunkstore.store import ChunkStore
 from imaged.frame import HEADER_BYTES, Codec, FrameHeader
 from imaged.ids import ChunkId
-from imaged.store import ChunkStore
 from tests.support.chunkserver import chunk_server
 from tests.support.command import Host, busybox_layout, directory_layer, host
 from tests.support.node import wait_for

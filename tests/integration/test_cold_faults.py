@@ -19,11 +19,11 @@ import pytest
 from fuse import node, rundir
 from fuse.imagemount import drop_leases, mount_image
 from imaged import catalog
+from imaged.chunkstore.fsck import check
+from imaged.chunkstore.store import ChunkStore
 from imaged.config import Config
-from imaged.fsck import check
+from imaged.fetching.room import floor_bytes
 from imaged.ids import ChunkId
-from imaged.room import floor_bytes
-from imaged.store import ChunkStore
 from tests.support.chunkserver import chunk_server
 from tests.support.node import convert_tree, kill_daemon, node_directories, wait_for
 from tests.support.proxy import Proxy, Spoil, half_then_silence, proxy, silence, status, wrong

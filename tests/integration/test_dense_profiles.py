@@ -7,9 +7,9 @@ from random import Random
 
 from imaged import catalog
 from imaged.blockimage import BlockImage
+from imaged.chunkstore.store import ChunkStore
+from imaged.fetching.upstream import HttpUpstream
 from imaged.ids import ChunkId
-from imaged.store import ChunkStore
-from imaged.upstream import HttpUpstream
 from tests.support.chunkserver import ask, chunk_server
 from tests.support.node import convert_tree, wait_for
 

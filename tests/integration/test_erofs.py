@@ -11,12 +11,12 @@ import pytest
 
 from fuse import linux
 from imaged.blockbuilder import write_blob
+from imaged.conversion.export import export_file
+from imaged.conversion.tree import Inode
 from imaged.erofs import reader
 from imaged.erofs.format import Superblock
 from imaged.errors import FormatError, PvisorError
-from imaged.export import export_file
 from imaged.record import ImageRecord
-from imaged.tree import Inode
 from tests.support import erofs, trees
 from tests.support.memory_store import MemoryStore
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from imaged.export import export_file
+from imaged.conversion.export import export_file
 from tests.integration.test_erofs import record_of
 from tests.support import erofs, guest, trees
 from tests.support.memory_store import MemoryStore

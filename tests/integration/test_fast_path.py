@@ -11,10 +11,10 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from imaged.chunkstore.store import ChunkStore
 from imaged.frame import Frame
 from imaged.ids import ChunkId
-from imaged.store import ChunkStore
-from imaged.tokens import Scope, Token
+from imaged.serving.tokens import Scope, Token
 from tests.support.bothpaths import BothPaths, both_paths
 
 CHUNKS = [bytes([number]) * 4096 + number.to_bytes(4, "big") * 9000 for number in range(1, 9)]

@@ -21,10 +21,10 @@ import pytest
 from cli.common import ProgressLine
 from fuse import node, rundir
 from imaged import catalog
+from imaged.chunkstore.store import ChunkStore
 from imaged.config import Config
 from imaged.ids import ChunkId
 from imaged.reach import reachable
-from imaged.store import ChunkStore
 from tests.support.chunkserver import ChunkServer, chunk_server
 from tests.support.command import Host, host
 from tests.support.node import convert_tree, kill_daemon, wait_for

@@ -14,18 +14,19 @@ from typing import Any
 
 import pytest
 
-from imaged import appender, compact, index, lease, pack
-from imaged import collect as collecting
-from imaged.collect import collect
-from imaged.convert import convert
+from imaged.chunkstore import appender, index, pack
+from imaged.chunkstore.fsck import check
+from imaged.chunkstore.store import ChunkStore
+from imaged.collection import collect as collecting
+from imaged.collection import compact, lease
+from imaged.collection.collect import collect
+from imaged.conversion.convert import convert
 from imaged.errors import NotFoundError, StoreBusyError
 from imaged.frame import Frame
-from imaged.fsck import check
 from imaged.ids import ChunkId
 from imaged.measure import measure
 from imaged.names import ImageName, SourceName
 from imaged.reach import reachable
-from imaged.store import ChunkStore
 from tests.support.memory_store import MemoryStore
 from tests.support.store_images import build_image, name_image, noise
 

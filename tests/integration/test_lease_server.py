@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 
 from imaged import catalog
-from imaged.collect import collect
+from imaged.chunkstore.fsck import check
+from imaged.chunkstore.store import ChunkStore
+from imaged.collection.collect import collect
 from imaged.errors import ChunkMissingError, NotFoundError, UpstreamError
+from imaged.fetching.upstream import HttpUpstream, RetryPolicy
 from imaged.frame import Frame
-from imaged.fsck import check
 from imaged.ids import ChunkId
 from imaged.progress import NoProgress
-from imaged.push import push_image
 from imaged.reach import reachable
-from imaged.remotelease import leased
 from imaged.signature import Signature
-from imaged.store import ChunkStore
-from imaged.upstream import HttpUpstream, RetryPolicy
+from imaged.transfer.push import push_image
+from imaged.transfer.remotelease import leased
 from tests.support.chunkserver import ChunkServer, ask, chunk_server
 from tests.support.store_images import build_image, name_image, noise
 

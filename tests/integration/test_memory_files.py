@@ -20,12 +20,12 @@ from fuse.opened import OpenSnapshot
 from fuse.warm import warm
 from imaged.blockbuilder import BlockImageBuilder
 from imaged.blockimage import BlockImage
+from imaged.chunkstore.store import ChunkStore
 from imaged.config import Config
 from imaged.extent import Extent
 from imaged.ids import BLOCK_BYTES, ChunkId
 from imaged.snapshot import STATE_LIMIT_BYTES
 from imaged.snapshots import publish
-from imaged.store import ChunkStore
 from tests.support.node import node_directories, wait_for
 from tests.support.parked import Parked, add_snapshot, damage, lose
 from tests.support.synthetic import Synthetic, add_image

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from imaged.tokenfile import add_token, revoke_token
-from imaged.tokens import Scope, Token, TokenFile
+from imaged.serving.tokenfile import add_token, revoke_token
+from imaged.serving.tokens import Scope, Token, TokenFile
 from tests.support.chunkserver import ask, chunk_server
 from tests.support.command import Host, busybox_layout, host
 from tests.support.oci import make_tar

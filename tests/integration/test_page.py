@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from imaged.store import ChunkStore
-from imaged.tokens import Scope, Token
-from imaged.upstream import HttpUpstream
+from imaged.chunkstore.store import ChunkStore
+from imaged.fetching.upstream import HttpUpstream
+from imaged.serving.tokens import Scope, Token
 from tests.support.browser import Browser, browser
 from tests.support.chunkserver import ChunkServer, chunk_server
 from tests.support.heldregistry import held_registry

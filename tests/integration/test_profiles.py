@@ -20,16 +20,16 @@ from fuse.imagemount import drop_leases, mount_image
 from fuse.node import OpenImage
 from imaged import catalog
 from imaged.blockimage import BlockImage
+from imaged.chunkstore.store import ChunkStore
 from imaged.config import Config
 from imaged.errors import NotFoundError, UpstreamError
+from imaged.fetching.upstream import HttpUpstream, RetryPolicy
 from imaged.frame import HEADER_BYTES, Frame, FrameHeader
 from imaged.ids import ChunkId
 from imaged.profile import ENTRY_LIMIT, Profile
-from imaged.profileapi import PROFILE_TYPE
 from imaged.reach import reachable
 from imaged.record import ImageRecord
-from imaged.store import ChunkStore
-from imaged.upstream import HttpUpstream, RetryPolicy
+from imaged.serving.profileapi import PROFILE_TYPE
 from tests.support.chunkserver import ChunkServer, ask, chunk_server
 from tests.support.command import host
 from tests.support.node import convert_tree, kill_daemon, node_directories, wait_for

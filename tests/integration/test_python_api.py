@@ -20,11 +20,11 @@ import pytest
 import stage
 from fuse import node
 from fuse.errors import NodeError
+from imaged.chunkstore.store import ChunkStore
 from imaged.config import Config
-from imaged.convert import convert
+from imaged.conversion.convert import convert
 from imaged.errors import InvalidNameError
 from imaged.names import ImageName, SourceName
-from imaged.store import ChunkStore
 from stage.errors import ArgumentError, CommandError, StageBusyError, StageTimeoutError
 from stage.kept import disposal
 from stage.options import RunOptions

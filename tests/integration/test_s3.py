@@ -17,18 +17,18 @@ from typing import Any
 import pytest
 
 from imaged import catalog
-from imaged.collect import collect
+from imaged.chunkstore.refs import Ref
+from imaged.chunkstore.store import ChunkStore
+from imaged.collection.collect import collect
 from imaged.errors import ChunkError, NotFoundError, PvisorError
+from imaged.fetching.upstream import HttpUpstream, RetryPolicy
 from imaged.frame import Frame
 from imaged.ids import ChunkId
 from imaged.progress import NoProgress
-from imaged.push import push_image
 from imaged.reach import reachable
-from imaged.refs import Ref
 from imaged.s3.address import BucketAddress
 from imaged.s3.mirror import make_mirror
-from imaged.store import ChunkStore
-from imaged.upstream import HttpUpstream, RetryPolicy
+from imaged.transfer.push import push_image
 from tests.support.chunkserver import ChunkServer, ask
 from tests.support.command import Host
 from tests.support.store_images import build_image, name_image, noise

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from imaged.chunkstore.refs import Ref
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import BucketUnavailableError, ChunkError, ChunkUnreadableError
 from imaged.ids import ChunkId
-from imaged.refs import Ref
 from imaged.s3.address import BucketAddress, Patience
 from imaged.s3.client import PART_BYTES, S3Objects
 from imaged.s3.mirror import make_mirror
 from imaged.s3.objects import Made
 from imaged.s3.store import MirrorStore
-from imaged.store import ChunkStore
 from tests.support.chunkserver import ask, chunk_server
 from tests.support.faultys3 import ACCESS_KEY, SECRET_KEY, Faults, run_faulty_s3
 from tests.support.store_images import noise

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from imaged.chunkstore.store import ChunkStore
 from imaged.frame import Frame
 from imaged.ids import ChunkId
-from imaged.store import ChunkStore
 from tests.support.chunkserver import ROOT, ChunkServer, ask, chunk_server
 from tests.support.command import ARGV as COMMAND
 

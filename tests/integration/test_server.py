@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 
 from imaged.blockimage import BlockImage, read_blob
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import ChunkCorruptError, ChunkMissingError, NotFoundError, UpstreamError
-from imaged.fetch import Fetcher, Tally
+from imaged.fetching.fetch import Fetcher, Tally
+from imaged.fetching.remote import Job
+from imaged.fetching.upstream import HttpUpstream, RetryPolicy
 from imaged.frame import HEADER_BYTES, Codec, Frame, FrameHeader
 from imaged.ids import ChunkId
-from imaged.openapi import document
-from imaged.pull import pull_image
 from imaged.reach import reachable
-from imaged.remote import Job
-from imaged.server import application
-from imaged.store import ChunkStore
-from imaged.upstream import HttpUpstream, RetryPolicy
+from imaged.serving.openapi import document
+from imaged.serving.server import application
+from imaged.transfer.pull import pull_image
 from imaged.web.site import PATHS
 from tests.support.chunkserver import ChunkServer, ask, chunk_server
 from tests.support.oci import make_tar, write_layout

@@ -15,20 +15,20 @@ from typing import Any
 
 import pytest
 
-from imaged import acquire
 from imaged.blockimage import BlockImage
+from imaged.chunkstore.store import ChunkStore
 from imaged.config import Config
 from imaged.errors import InvalidNameError, PvisorError, UpstreamError
-from imaged.fetch import Fetcher, Tally
+from imaged.fetching.fetch import Fetcher, Tally
+from imaged.fetching.remote import Job, RemoteImage
+from imaged.fetching.upstream import BootStream, HttpUpstream, RetryPolicy
 from imaged.frame import HEADER_BYTES, Codec, Frame, FrameHeader
 from imaged.ids import ChunkId
-from imaged.listening import listen
 from imaged.names import SourceName
 from imaged.progress import NoProgress
-from imaged.pull import pull_image
-from imaged.remote import Job, RemoteImage
-from imaged.store import ChunkStore
-from imaged.upstream import BootStream, HttpUpstream, RetryPolicy
+from imaged.serving.listening import listen
+from imaged.transfer import acquire
+from imaged.transfer.pull import pull_image
 from tests.support.chunkserver import ChunkServer, ask, chunk_server
 from tests.support.flaky import Content, Handler, run_flaky
 from tests.support.oci import digest, make_tar, write_layout

@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
 
-from imaged.access import ROUTES, Need
+from imaged.chunkstore.fsck import check
+from imaged.chunkstore.store import ChunkStore
 from imaged.frame import CHUNK_LIMIT_BYTES, FRAME_TYPE, Codec, Frame, FrameHeader
-from imaged.fsck import check
 from imaged.ids import ChunkId
-from imaged.openapi import document
 from imaged.reach import reachable
-from imaged.store import ChunkStore
+from imaged.serving.access import ROUTES, Need
+from imaged.serving.openapi import document
 from tests.support.chunkserver import ChunkServer, ask, chunk_server
 from tests.support.synthetic import Synthetic, add_image
 from tests.support.tokens import Tokens, write_tokens

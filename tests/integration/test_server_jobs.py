@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import NotFoundError, UpstreamError
+from imaged.fetching.remote import Job
+from imaged.fetching.upstream import HttpUpstream, RetryPolicy
 from imaged.names import ImageName, SourceName
-from imaged.remote import Job
-from imaged.serverjob import ConvertedThere, convert_there
-from imaged.store import ChunkStore
-from imaged.upstream import HttpUpstream, RetryPolicy
+from imaged.transfer.serverjob import ConvertedThere, convert_there
 from tests.support.chunkserver import ChunkServer, ask, chunk_server
 from tests.support.command import Host
 from tests.support.heldregistry import LAYER_BYTES, HeldRegistry, held_registry

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import pytest
 
-from imaged.refs import Ref
-from imaged.store import ChunkStore
-from imaged.upstream import HttpUpstream
+from imaged.chunkstore.refs import Ref
+from imaged.chunkstore.store import ChunkStore
+from imaged.fetching.upstream import HttpUpstream
 from tests.support.chunkserver import chunk_server
 from tests.support.command import Host, busybox_layout, host
 from tests.support.keys import KeyPair, make_keys

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from imaged import snapshots
+from imaged.chunkstore.pack import pack_path
+from imaged.chunkstore.store import ChunkStore
 from imaged.ids import ChunkId
-from imaged.pack import pack_path
 from imaged.record import ImageRecord
 from imaged.snapshot import SnapshotRecord
-from imaged.store import ChunkStore
 from tests.support.chunkserver import chunk_server
 from tests.support.command import Host
 from tests.support.snapshots import build_snapshot

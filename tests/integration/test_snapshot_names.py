@@ -10,19 +10,20 @@ from typing import Any
 
 import pytest
 
-from imaged import acquire, snapshots
+from imaged import snapshots
 from imaged.blockbuilder import BlockImageBuilder
-from imaged.collect import collect
+from imaged.chunkstore.store import ChunkStore
+from imaged.collection.collect import collect
 from imaged.config import Config
 from imaged.errors import FormatError, NameTakenError, UpstreamError
 from imaged.extent import Extent
+from imaged.fetching.upstream import HttpUpstream, RetryPolicy
 from imaged.ids import BLOCK_BYTES, ChunkId
 from imaged.progress import NoProgress
 from imaged.reach import reachable_snapshot
 from imaged.record import ImageRecord
 from imaged.snapshot import STATE_LIMIT_BYTES, SnapshotRecord
-from imaged.store import ChunkStore
-from imaged.upstream import HttpUpstream, RetryPolicy
+from imaged.transfer import acquire
 from tests.support.chunkserver import ChunkServer, ask, chunk_server
 from tests.support.snapshots import build_snapshot
 from tests.support.store_images import build_image, name_image

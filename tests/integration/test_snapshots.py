@@ -11,27 +11,28 @@ from typing import Any
 
 import pytest
 
-from imaged import acquire, snapshots
-from imaged.acquire import snapshot_reader
+from imaged import snapshots
 from imaged.blockimage import BlockImage, read_blob
 from imaged.chunks import ChunkReader
-from imaged.collect import collect
+from imaged.chunkstore.fsck import check
+from imaged.chunkstore.pack import pack_path
+from imaged.chunkstore.store import ChunkStore
+from imaged.collection.collect import collect
 from imaged.config import Config
 from imaged.errors import ChunkCorruptError, ChunkMissingError, NotFoundError, UpstreamError
-from imaged.fetch import Fetcher, Tally
+from imaged.fetching.fetch import Fetcher, Tally
+from imaged.fetching.upstream import HttpUpstream, RetryPolicy
 from imaged.frame import HEADER_BYTES, FrameHeader
-from imaged.fsck import check
 from imaged.ids import ChunkId
-from imaged.pack import pack_path
 from imaged.profile import Profile
 from imaged.progress import NoProgress
-from imaged.push import push_snapshot
 from imaged.reach import reachable, reachable_snapshot
 from imaged.record import ImageRecord
 from imaged.snapshot import SnapshotRecord
-from imaged.snapshotpull import PulledSnapshot, pull_snapshot
-from imaged.store import ChunkStore
-from imaged.upstream import HttpUpstream, RetryPolicy
+from imaged.transfer import acquire
+from imaged.transfer.acquire import snapshot_reader
+from imaged.transfer.push import push_snapshot
+from imaged.transfer.snapshotpull import PulledSnapshot, pull_snapshot
 from imaged.verify import verify_snapshot
 from tests.support.chunkserver import ChunkServer, ask, chunk_server
 from tests.support.snapshots import build_snapshot, disk_bytes

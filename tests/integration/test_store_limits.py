@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from imaged.collect import collect
+from imaged.chunkstore.fsck import check
+from imaged.chunkstore.pack import pack_path
+from imaged.chunkstore.store import ChunkStore
+from imaged.collection.collect import collect
 from imaged.errors import StoreFullError, StoreReadOnlyError
-from imaged.fsck import check
 from imaged.ids import ChunkId
-from imaged.pack import pack_path
-from imaged.store import ChunkStore
 from tests.support.store_images import build_image, name_image, noise
 
 pytestmark = pytest.mark.root

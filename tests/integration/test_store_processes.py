@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from imaged.collect import collect
+from imaged.chunkstore.fsck import check
+from imaged.chunkstore.pack import pack_numbers
+from imaged.chunkstore.store import ChunkStore
+from imaged.collection.collect import collect
 from imaged.errors import StoreBusyError
-from imaged.fsck import check
 from imaged.ids import ChunkId
-from imaged.pack import pack_numbers
 from imaged.reach import reachable
-from imaged.store import ChunkStore
 from tests.support.store_images import build_image, name_image, noise
 
 REPOSITORY = Path(__file__).resolve().parents[2]

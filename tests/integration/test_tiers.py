@@ -19,20 +19,20 @@ from typing import Any
 import pytest
 
 from imaged.blockimage import BlockImage, read_blob
+from imaged.chunkstore.fsck import check
+from imaged.chunkstore.store import ChunkStore
 from imaged.config import Config
 from imaged.errors import ChunkCorruptError, NotFoundError
-from imaged.fetch import Fetcher, Tally
-from imaged.fsck import check
+from imaged.fetching.fetch import Fetcher, Tally
+from imaged.fetching.tiers import first, tiers
+from imaged.fetching.upstream import VIA, HttpUpstream, RetryPolicy
 from imaged.ids import ChunkId
-from imaged.listening import accepting, base_url, listen
-from imaged.pull import Pulled, pull_image
 from imaged.reach import reachable
-from imaged.serveconfig import ServeOptions
-from imaged.server import FAST, application
-from imaged.snapshotpull import pull_snapshot
-from imaged.store import ChunkStore
-from imaged.tiers import first, tiers
-from imaged.upstream import VIA, HttpUpstream, RetryPolicy
+from imaged.serving.listening import accepting, base_url, listen
+from imaged.serving.serveconfig import ServeOptions
+from imaged.serving.server import FAST, application
+from imaged.transfer.pull import Pulled, pull_image
+from imaged.transfer.snapshotpull import pull_snapshot
 from tests.support.chunkserver import ChunkServer, ask, chunk_server
 from tests.support.command import Host, host
 from tests.support.node import convert_tree, kill_daemon, wait_for
@@ -380,7 +380,7 @@ def test_snapshots_and_profiles_come_through(tmp_path: Path) -> None:
 
 
 def test_what_a_client_keeps_at_a_cache_is_kept_upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("imaged.passedleases.LOOK_S", 0.05)
+    monkeypatch.setattr("imaged.serving.passedleases.LOOK_S", 0.05)
     with ChunkStore.open(tmp_path / "origin") as store:
         image = add_image(store, "app:1", chunks=8)
         with (

@@ -17,10 +17,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import PvisorError, UpstreamError
-from imaged.store import ChunkStore
-from imaged.tls import ServerTls
-from imaged.upstream import HttpUpstream, RetryPolicy
+from imaged.fetching.upstream import HttpUpstream, RetryPolicy
+from imaged.serving.tls import ServerTls
 from tests.support.chunkserver import chunk_server
 from tests.support.synthetic import add_image
 from tests.support.tokens import write_tokens

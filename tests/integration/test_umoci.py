@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from imaged.blockimage import BlockImage, read_blob
-from imaged.convert import convert
+from imaged.chunkstore.store import ChunkStore
+from imaged.conversion.convert import convert
 from imaged.names import SourceName
 from imaged.record import ImageRecord
-from imaged.store import ChunkStore
 from scripts.debian import TAG, debian_layout
 from tests.support import corpus, erofs, trees
 from tests.support.oci import write_layout

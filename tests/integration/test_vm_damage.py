@@ -12,9 +12,9 @@ import pytest
 from fuse import rundir
 from imaged import catalog, snapshots
 from imaged.blockimage import BlockImage
+from imaged.chunkstore.store import ChunkStore
 from imaged.config import Config
 from imaged.ids import ChunkId
-from imaged.store import ChunkStore
 from tests.support.busybox import busybox_root
 from tests.support.command import Host
 from tests.support.parked import damage, lose

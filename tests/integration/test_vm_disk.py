@@ -12,10 +12,10 @@ from random import Random
 import pytest
 
 from imaged.blockimage import BlockImage
+from imaged.chunkstore.store import ChunkStore
 from imaged.derive import derive
 from imaged.errors import FormatError
 from imaged.ids import ChunkId
-from imaged.store import ChunkStore
 from vmm.disk import capture_disk, create_disk
 from vmm.errors import VmSetupError
 from vmm.qcow2 import create_overlay

@@ -11,8 +11,8 @@ import pytest
 
 from imaged import snapshots
 from imaged.blockimage import BlockImage
+from imaged.chunkstore.store import ChunkStore
 from imaged.ids import ChunkId
-from imaged.store import ChunkStore
 from tests.support.command import Host
 from tests.support.parked import damage, lose
 from tests.support.vm import IMAGE, qemus, sh, start, state, vm_host

@@ -17,8 +17,8 @@ import pytest
 from fuse import node
 from imaged.blockformat import Leaf, Root
 from imaged.blockimage import BlockImage
+from imaged.chunkstore.store import ChunkStore
 from imaged.ids import ChunkId
-from imaged.store import ChunkStore
 from tests.support.node import kill_daemon, node_directories
 from vmm.errors import VmStateError
 from vmm.memory import capture_memory

@@ -8,7 +8,7 @@ import pytest
 
 from imaged import snapshots
 from imaged.blockimage import BlockImage
-from imaged.store import ChunkStore
+from imaged.chunkstore.store import ChunkStore
 from tests.support.chunkserver import chunk_server
 from tests.support.command import Host
 from tests.support.parked import damage

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from imaged.blockbuilder import BlockImageBuilder, write_blob
 from imaged.blockformat import LEAF_BLOCKS, LEAF_LIMIT_BLOCKS, Leaf, Root, mergeable, pack_leaf
 from imaged.blockimage import BlockImage, read_blob
-from imaged.cutter import Cutter
+from imaged.conversion.cutter import Cutter
+from imaged.conversion.tree import Inode
 from imaged.errors import PvisorError
 from imaged.extent import Extent
 from imaged.ids import BLOCK_BYTES, ChunkId
-from imaged.tree import Inode
 from tests.support.memory_store import MemoryStore
 
 CHUNKS = [Random(size).randbytes(size) for size in (1, 4096, 4097, 20000, 65536, 256 * 4096)]

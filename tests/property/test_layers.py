@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from imaged.conversion.layer import Layer
+from imaged.conversion.tar import TarReader
+from imaged.conversion.tree import walk
 from imaged.errors import LayerError
 from imaged.ids import ChunkId
-from imaged.layer import Layer
-from imaged.tar import TarReader
-from imaged.tree import walk
 from tests.support import tars
 from tests.support.images import build, content, ingest
 from tests.support.memory_store import MemoryStore

@@ -13,15 +13,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from imaged import collect as collecting
-from imaged import compact, condemned
-from imaged.fsck import check
-from imaged.holding import unsafe
+from imaged.chunkstore.fsck import check
+from imaged.chunkstore.store import ChunkStore
+from imaged.collection import collect as collecting
+from imaged.collection import compact, condemned
+from imaged.collection.holding import unsafe
+from imaged.collection.lease import Lease
 from imaged.ids import ChunkId
-from imaged.lease import Lease
 from imaged.reach import reachable
 from imaged.record import ImageRecord
-from imaged.store import ChunkStore
 from tests.support.store_images import build_image, name_image, noise
 
 NAMES = ("a:1", "b:1", "c:1")

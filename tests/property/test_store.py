@@ -11,15 +11,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from imaged.collect import collect
+from imaged.chunkstore.fsck import check
+from imaged.chunkstore.pack import pack_path
+from imaged.chunkstore.store import ChunkStore
+from imaged.collection.collect import collect
 from imaged.errors import ChunkCorruptError, ChunkMissingError
 from imaged.frame import HEADER_BYTES, Codec, Frame
-from imaged.fsck import check
 from imaged.ids import ChunkId
-from imaged.pack import pack_path
 from imaged.reach import reachable
 from imaged.record import ImageRecord
-from imaged.store import ChunkStore
 from tests.support.store_images import build_image, name_image, noise
 
 SEEDS = st.integers(0, 30)

@@ -8,9 +8,9 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from imaged.chunkstore.index import INDEX_NAME, Index
+from imaged.collection.uses import Uses
 from imaged.ids import ChunkId
-from imaged.index import INDEX_NAME, Index
-from imaged.uses import Uses
 
 CHUNKS = [ChunkId.of(b"%d" % number) for number in range(12)]
 some = st.lists(st.integers(0, 11), max_size=6)

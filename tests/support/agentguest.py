@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from imaged.apply import Tree
-from imaged.cutter import Cutter
-from imaged.hostdir import read_directory
+from imaged.conversion.apply import Tree
+from imaged.conversion.cutter import Cutter
+from imaged.conversion.hostdir import read_directory
 from tests.support import erofs, guest
 from tests.support.busybox import busybox_root
 from tests.support.memory_store import MemoryStore

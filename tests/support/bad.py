@@ -9,8 +9,8 @@ from pathlib import Path
 
 import zstandard
 
-from imaged.refs import Ref
-from imaged.store import ChunkStore
+from imaged.chunkstore.refs import Ref
+from imaged.chunkstore.store import ChunkStore
 from tests.support import oci
 from tests.support.command import Host
 from tests.support.tars import archive, directory, member

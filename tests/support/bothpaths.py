@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from imaged.chunkprotocol import FastPath
+from imaged.chunkstore.store import ChunkStore
 from imaged.ids import ChunkId
-from imaged.listening import accepting, listen
-from imaged.serveconfig import ServeOptions
-from imaged.server import FAST, application
-from imaged.store import ChunkStore
+from imaged.serving.chunkprotocol import FastPath
+from imaged.serving.listening import accepting, listen
+from imaged.serving.serveconfig import ServeOptions
+from imaged.serving.server import FAST, application
 
 _DATE = re.compile(rb"\r\nDate: [^\r]*")
 _REQUEST_ID = re.compile(rb"\r\nX-Request-Id: [^\r]*")

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from imaged.serveconfig import ServeOptions
+from imaged.serving.serveconfig import ServeOptions
 
 ROOT = Path(__file__).parents[2]
 _MAIN = """
 import sys
-from imaged.serveconfig import ServeOptions
-from imaged.server import serve
+from imaged.serving.serveconfig import ServeOptions
+from imaged.serving.server import serve
 announce = lambda url: print(url, flush=True)
 serve(ServeOptions.parse(sys.argv[1]), announce=announce)
 """

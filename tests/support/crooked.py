@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from imaged.fetching.upstream import RetryPolicy
 from imaged.frame import Frame
 from imaged.ids import ChunkId
-from imaged.upstream import RetryPolicy
 
 FAST = RetryPolicy(total_s=2.0, first_wait_s=0.01, longest_wait_s=0.05)
 Fault = Callable[["CrookedHandler", bytes], None]

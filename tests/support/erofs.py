@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fuse import linux
-from imaged import layout
 from imaged.blockbuilder import BlockImageBuilder
 from imaged.blockimage import BlockImage
 from imaged.chunks import ChunkReadWriter
+from imaged.conversion import layout
+from imaged.conversion.tree import Inode
 from imaged.erofs import writer
 from imaged.ids import ChunkId
-from imaged.tree import Inode
 
 
 @dataclass(frozen=True, slots=True)

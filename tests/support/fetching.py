@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from imaged.fetch import Fetcher
-from imaged.store import ChunkStore
-from imaged.upstream import HttpUpstream, RetryPolicy
+from imaged.chunkstore.store import ChunkStore
+from imaged.fetching.fetch import Fetcher
+from imaged.fetching.upstream import HttpUpstream, RetryPolicy
 from tests.support.crooked import Crooked, Stall, crooked_server
 
 PATIENT = RetryPolicy(total_s=30.0, first_wait_s=0.01, longest_wait_s=0.05)
@@ -51,7 +51,7 @@ def fetchers(store: ChunkStore) -> Iterator[Callable[..., Fetcher]]:
 def no_hedges(monkeypatch: pytest.MonkeyPatch) -> None:
     """No request is late, however loaded this host is: for tests that count requests."""
     for name in ("FIRST_HEDGE_S", "LEAST_HEDGE_S", "MOST_HEDGE_S"):
-        monkeypatch.setattr(f"imaged.link.{name}", 60.0)
+        monkeypatch.setattr(f"imaged.fetching.link.{name}", 60.0)
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 
-from imaged.apply import Tree
-from imaged.cutter import Cutter
-from imaged.ingest import read_layer
-from imaged.layer import Layer
-from imaged.tree import Inode
+from imaged.conversion.apply import Tree
+from imaged.conversion.cutter import Cutter
+from imaged.conversion.ingest import read_layer
+from imaged.conversion.layer import Layer
+from imaged.conversion.tree import Inode
 from tests.support.memory_store import MemoryStore
 from tests.support.trees import content as read_content
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from fuse import linux, rundir
 from fuse.imagemount import drop_leases
 from fuse.mountinfo import mount_points
+from imaged.chunkstore.store import ChunkStore
 from imaged.config import Config
-from imaged.convert import convert
+from imaged.conversion.convert import convert
 from imaged.names import ImageName, SourceName
-from imaged.store import ChunkStore
 
 
 @contextlib.contextmanager

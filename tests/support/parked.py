@@ -6,13 +6,13 @@ import random
 from dataclasses import dataclass, replace
 
 from imaged.blockbuilder import write_blob
+from imaged.chunkstore.pack import pack_path
+from imaged.chunkstore.store import ChunkStore
 from imaged.derive import derive
 from imaged.frame import HEADER_BYTES
 from imaged.ids import BLOCK_BYTES, ChunkId
-from imaged.pack import pack_path
 from imaged.snapshot import Machine, SnapshotRecord
 from imaged.snapshots import publish
-from imaged.store import ChunkStore
 
 MACHINE = Machine(
     qemu="7.2.22",

@@ -6,13 +6,13 @@ from blake3 import blake3
 
 from imaged.blockbuilder import BlockImageBuilder, write_blob
 from imaged.chunks import ChunkWriter
+from imaged.chunkstore.refs import Ref
+from imaged.chunkstore.store import ChunkStore
+from imaged.conversion.layer import Layer, LayerEntry, NodeEntry
+from imaged.conversion.tree import Inode
 from imaged.extent import Extent
 from imaged.ids import BLOCK_BYTES, ChunkId
-from imaged.layer import Layer, LayerEntry, NodeEntry
 from imaged.record import ImageRecord
-from imaged.refs import Ref
-from imaged.store import ChunkStore
-from imaged.tree import Inode
 
 DIFF_ID = "sha256:" + "0" * 64
 

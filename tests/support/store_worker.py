@@ -6,8 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-from imaged.collect import collect
-from imaged.store import ChunkStore
+from imaged.chunkstore.store import ChunkStore
+from imaged.collection.collect import collect
 from tests.support.store_images import build_image, name_image, noise
 
 

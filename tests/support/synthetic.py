@@ -6,11 +6,11 @@ import random
 from dataclasses import dataclass
 
 from imaged.blockbuilder import BlockImageBuilder, write_blob
+from imaged.chunkstore.refs import Ref
+from imaged.chunkstore.store import ChunkStore
 from imaged.extent import Extent
 from imaged.ids import ChunkId
 from imaged.record import ImageRecord
-from imaged.refs import Ref
-from imaged.store import ChunkStore
 
 
 @dataclass(frozen=True, slots=True)

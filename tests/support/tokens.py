@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from imaged.tokenfile import add_token
-from imaged.tokens import Scope, Token
+from imaged.serving.tokenfile import add_token
+from imaged.serving.tokens import Scope, Token
 
 
 @dataclass(frozen=True, slots=True)

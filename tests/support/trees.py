@@ -10,9 +10,9 @@ import struct
 from pathlib import Path
 
 from imaged.chunks import ChunkReadWriter, ChunkWriter
+from imaged.conversion.tree import Inode, walk
 from imaged.extent import Extent
 from imaged.ids import BLOCK_BYTES
-from imaged.tree import Inode, walk
 
 CHUNK_BYTES = 64 * 1024
 MTIME_NS = 1_700_000_000_123_456_789

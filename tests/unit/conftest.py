@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from imaged.blockimage import BlockImage
+from imaged.chunkstore.store import ChunkStore
 from imaged.ids import ChunkId
-from imaged.store import ChunkStore
 from tests.support.parked import Parked, add_snapshot
 
 IMAGE = ChunkId(b"\1" * 32)

@@ -6,8 +6,8 @@ import stat
 
 import pytest
 
+from imaged.conversion.tree import Inode, walk
 from imaged.errors import LayerError
-from imaged.tree import Inode, walk
 from tests.support import tars
 from tests.support.images import build, content
 from tests.support.memory_store import MemoryStore

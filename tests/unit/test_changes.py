@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from imaged.blockimage import BlockImage
 from imaged.changes import changes
+from imaged.chunkstore.store import ChunkStore
 from imaged.ids import BLOCK_BYTES
-from imaged.store import ChunkStore
 from tests.support.parked import Parked, add_snapshot
 from tests.unit.conftest import IMAGE
 

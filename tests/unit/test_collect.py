@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from imaged.collect import collect
+from imaged.chunkstore.fsck import check
+from imaged.chunkstore.pack import PACKS_DIRECTORY, pack_numbers, pack_path
+from imaged.chunkstore.store import ChunkStore
+from imaged.collection.collect import collect
 from imaged.errors import ChunkMissingError, NotFoundError, StoreError
 from imaged.frame import HEADER_BYTES
-from imaged.fsck import check
 from imaged.ids import ChunkId
-from imaged.pack import PACKS_DIRECTORY, pack_numbers, pack_path
 from imaged.reach import Marker, reachable
-from imaged.store import ChunkStore
 from tests.support.store_images import DIFF_ID, block_bytes, build_image, build_layer, name_image, noise
 
 

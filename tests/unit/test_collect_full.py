@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from imaged import pack
-from imaged.collect import collect
+from imaged.chunkstore import pack
+from imaged.chunkstore.fsck import check
+from imaged.chunkstore.index import Index, Txn
+from imaged.chunkstore.store import ChunkStore
+from imaged.collection.collect import collect
 from imaged.errors import StoreFullError
 from imaged.frame import Frame
-from imaged.fsck import check
-from imaged.index import Index, Txn
 from imaged.reach import reachable
-from imaged.store import ChunkStore
 from tests.support.store_images import DIFF_ID, build_image, build_layer, name_image, noise
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from imaged.blockimage import BlockImage, read_blob
-from imaged.convert import Converted, convert
+from imaged.chunkstore.store import ChunkStore
+from imaged.conversion.convert import Converted, convert
 from imaged.errors import (
     DigestMismatchError,
     LayerError,
@@ -20,7 +21,6 @@ from imaged.errors import (
 from imaged.frame import Frame
 from imaged.names import ImageName, SourceName
 from imaged.record import ImageRecord
-from imaged.store import ChunkStore
 from tests.support import tars
 from tests.support.oci import REF_NAME, blob_path, digest, read_index, write_layout
 from tests.support.tars import archive, directory, hard_link, member
@@ -270,9 +270,9 @@ def test_config_that_is_no_object(tmp_path: Path, store: ChunkStore) -> None:
 WORKER = """
 import sys
 from pathlib import Path
-from imaged.convert import convert
+from imaged.conversion.convert import convert
 from imaged.names import SourceName
-from imaged.store import ChunkStore
+from imaged.chunkstore.store import ChunkStore
 with ChunkStore.open(Path(sys.argv[1])) as store:
     print(convert(store, SourceName.parse(sys.argv[2]), platform="linux/amd64").id)
 """

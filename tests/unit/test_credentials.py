@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from imaged.config import Config
-from imaged.credentials import KNOWN, Credentials, origin_of
 from imaged.errors import InvalidNameError
+from imaged.fetching.credentials import KNOWN, Credentials, origin_of
 
 
 @pytest.mark.parametrize(

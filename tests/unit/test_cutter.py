@@ -8,11 +8,11 @@ from random import Random
 
 import pytest
 
-from imaged.cutter import CHUNK_MAX, PIECE_MAX, Cutter
+from imaged.conversion.cutter import CHUNK_MAX, PIECE_MAX, Cutter
+from imaged.conversion.tree import Inode
 from imaged.errors import FormatError
 from imaged.extent import Extent
 from imaged.ids import BLOCK_BYTES, ChunkId
-from imaged.tree import Inode
 from tests.support.memory_store import MemoryStore
 
 

@@ -11,7 +11,7 @@ from fuse.fill import Filler
 from fuse.opener import Opener
 from imaged.config import Config
 from imaged.errors import StoreError
-from imaged.fetch import Fetcher
+from imaged.fetching.fetch import Fetcher
 
 
 def test_whatever_fails_at_the_end_the_others_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

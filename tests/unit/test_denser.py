@@ -12,20 +12,20 @@ from random import Random
 
 import pytest
 
-from imaged.denser import Denser, densify
+from imaged.chunkstore.fsck import check
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import StoreFullError
 from imaged.frame import Frame
-from imaged.fsck import check
 from imaged.ids import ChunkId
-from imaged.store import ChunkStore
+from imaged.serving.denser import Denser, densify
 from tests.integration.test_store_limits import file_system, fill
 
 ROOT = Path(__file__).parents[2]
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from imaged.denser import densify
-from imaged.store import ChunkStore
+from imaged.serving.denser import densify
+from imaged.chunkstore.store import ChunkStore
 
 def until_killed(chunks, count):
     yield from chunks[:count]
@@ -174,7 +174,7 @@ def test_what_failed_is_tried_again(store: ChunkStore, monkeypatch: pytest.Monke
 
     with Denser(store) as denser:
         with monkeypatch.context() as failing:
-            failing.setattr("imaged.denser.densify", full)
+            failing.setattr("imaged.serving.denser.densify", full)
             denser.add(chunks)
             assert denser.wait(30)
         denser.add(chunks)

@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 from cli.group import COMMANDS
-from imaged.metrics import Metrics, Sources
-from imaged.store import ChunkStore
-from imaged.traffic import Traffic
+from imaged.chunkstore.store import ChunkStore
+from imaged.serving.metrics import Metrics, Sources
+from imaged.serving.traffic import Traffic
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.[st][ei]*"))

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from imaged import layout
 from imaged.blockbuilder import BlockImageBuilder
+from imaged.conversion import layout
+from imaged.conversion.tree import Inode, walk
 from imaged.erofs import format as erofs
 from imaged.erofs import reader, writer
 from imaged.errors import FormatError
 from imaged.ids import BLOCK_BYTES
-from imaged.tree import Inode, walk
 from tests.support import trees
 from tests.support.memory_store import MemoryStore
 

@@ -11,15 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from imaged import eviction, through
+from imaged.chunkstore.fsck import check
+from imaged.chunkstore.store import ChunkStore
+from imaged.chunkstore.storelock import CollectionLock
+from imaged.collection import eviction
+from imaged.collection.eviction import Evictor
 from imaged.errors import ChunkMissingError
-from imaged.eviction import Evictor
 from imaged.frame import Frame
-from imaged.fsck import check
 from imaged.ids import ChunkId
 from imaged.reach import reachable
-from imaged.store import ChunkStore
-from imaged.storelock import CollectionLock
+from imaged.serving import through
 from tests.support.store_images import DIFF_ID, block_bytes, build_image, build_layer, name_image, noise
 
 MIB = 1 << 20
@@ -180,7 +181,7 @@ def test_a_name_that_is_set_meanwhile_is_kept(store: ChunkStore, monkeypatch: py
 def test_packs_that_hold_nothing_go_and_those_with_little_are_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("imaged.appender.PACK_LIMIT_BYTES", MIB)
+    monkeypatch.setattr("imaged.chunkstore.appender.PACK_LIMIT_BYTES", MIB)
     with ChunkStore.open(tmp_path / "store") as store:
         store.uses.record()
         chunks = fetch(store, range(600))
@@ -200,9 +201,9 @@ def test_packs_that_hold_nothing_go_and_those_with_little_are_joined(
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from imaged import compact, condemned, eviction
-from imaged.eviction import Evictor
-from imaged.store import ChunkStore
+from imaged.collection import compact, condemned, eviction
+from imaged.collection.eviction import Evictor
+from imaged.chunkstore.store import ChunkStore
 root, where, after = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 module, name = {"condemn": (condemned, "condemn"), "remove": (condemned, "remove"), "punch": (compact, "punch")}[where]
 real, count = getattr(module, name), 0

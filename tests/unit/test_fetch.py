@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import ChunkCorruptError, ChunkMissingError, StoreFullError, UpstreamError
-from imaged.fetch import Fetcher, Tally
+from imaged.fetching.fetch import Fetcher, Tally
+from imaged.fetching.upstream import HttpUpstream, RetryPolicy
 from imaged.frame import Codec, Frame
 from imaged.ids import ChunkId
-from imaged.store import ChunkStore
-from imaged.upstream import HttpUpstream, RetryPolicy
 from tests.support.crooked import FAST, Crooked, corrupt, cut, drop, nonsense, refuse
 
 pytest_plugins = ("tests.support.fetching",)
@@ -75,7 +75,7 @@ def test_many_threads_that_want_one_chunk_make_one_request(store: ChunkStore, se
 def test_misses_that_arrive_together_share_requests(
     store: ChunkStore, server: Crooked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("imaged.lanes.SLOW_S", 10.0)
+    monkeypatch.setattr("imaged.fetching.lanes.SLOW_S", 10.0)
     chunks = [server.add(os.urandom(4096)) for _ in range(40)]
     server.delay_s = 0.05
     fetcher = fetcher_of(store, server)

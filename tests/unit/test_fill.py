@@ -12,14 +12,14 @@ import pytest
 from fuse import fill
 from fuse import fill as fill_module
 from fuse.fill import Fill, Filler, State
-from imaged.collect import collect
+from imaged.chunkstore.store import ChunkStore
+from imaged.collection.collect import collect
 from imaged.errors import StoreError, StoreFullError
-from imaged.fetch import Fetcher, Tally
+from imaged.fetching.fetch import Fetcher, Tally
+from imaged.fetching.upstream import HttpUpstream, RetryPolicy
 from imaged.frame import Frame
 from imaged.ids import ChunkId
 from imaged.reach import reachable
-from imaged.store import ChunkStore
-from imaged.upstream import HttpUpstream, RetryPolicy
 from tests.support.crooked import Crooked, CrookedHandler, crooked_server
 from tests.support.node import wait_for
 from tests.support.synthetic import Synthetic, add_image

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from imaged.chunkstore.fsck import check
+from imaged.chunkstore.index import INDEX_NAME
+from imaged.chunkstore.pack import PACKS_DIRECTORY, pack_numbers, pack_path
+from imaged.chunkstore.refs import RefTable
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import ChunkCorruptError, NotFoundError, StoreBusyError
 from imaged.frame import HEADER_BYTES
-from imaged.fsck import check
 from imaged.ids import ChunkId
-from imaged.index import INDEX_NAME
-from imaged.pack import PACKS_DIRECTORY, pack_numbers, pack_path
 from imaged.reach import reachable
 from imaged.record import ImageRecord
-from imaged.refs import RefTable
-from imaged.store import ChunkStore
 from tests.support.store_images import DIFF_ID, block_bytes, build_image, build_layer, name_image, noise
 
 

@@ -10,12 +10,12 @@ from fuse import files as files_module
 from fuse.files import BlockFiles
 from imaged.blockbuilder import BlockImageBuilder
 from imaged.blockimage import BlockImage
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import ChunkMissingError, FormatError, NotFoundError
 from imaged.extent import Extent
-from imaged.fetch import Fetcher, Tally
+from imaged.fetching.fetch import Fetcher, Tally
+from imaged.fetching.upstream import HttpUpstream
 from imaged.ids import BLOCK_BYTES, ChunkId
-from imaged.store import ChunkStore
-from imaged.upstream import HttpUpstream
 from tests.support.crooked import Crooked, crooked_server
 
 

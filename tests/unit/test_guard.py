@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from imaged import guard as module
-from imaged.guard import HEAD_S, PACE_BYTES, PACE_S, SILENT_S, Guard
+from imaged.chunkstore.store import ChunkStore
 from imaged.ids import ChunkId
-from imaged.listening import accepting, listen
-from imaged.server import FAST, application
-from imaged.store import ChunkStore
+from imaged.serving import guard as module
+from imaged.serving.guard import HEAD_S, PACE_BYTES, PACE_S, SILENT_S, Guard
+from imaged.serving.listening import accepting, listen
+from imaged.serving.server import FAST, application
 from tests.support.synthetic import add_image
 
 Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from imaged import hostdir
-from imaged.apply import Tree
-from imaged.convert import convert
-from imaged.cutter import Cutter
+from imaged.chunkstore.store import ChunkStore
+from imaged.conversion import hostdir
+from imaged.conversion.apply import Tree
+from imaged.conversion.convert import convert
+from imaged.conversion.cutter import Cutter
+from imaged.conversion.tree import Inode
 from imaged.errors import SourceError
 from imaged.names import SourceName
-from imaged.store import ChunkStore
-from imaged.tree import Inode
 from tests.support import trees
 from tests.support.memory_store import MemoryStore
 

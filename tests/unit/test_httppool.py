@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from imaged.errors import InvalidNameError
-from imaged.httppool import Call, ConnectionPool, HttpBrokenError
+from imaged.fetching.httppool import Call, ConnectionPool, HttpBrokenError
 
 BODY = bytes(range(256)) * 40
 LENGTH = b"HTTP/1.1 200 OK\r\nContent-Length: 10240\r\nX-A: b: c\r\n\r\n" + BODY

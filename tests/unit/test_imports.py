@@ -80,14 +80,31 @@ def test_the_hot_path_imports_little() -> None:
     }
     errors_and_logs = {"logging", "traceback", "linecache", "tokenize", "dis", "ast"}
     others = {"subprocess", "ssl", "tempfile", "shutil", "random", "argparse", "email", "hashlib", "queue"}
-    cold = {"fuse.starter", "fuse.mounts", "fuse.erofs", "fuse.loop", "imaged.store", "imaged.upstream", "stage.api"}
+    cold = {
+        "fuse.starter",
+        "fuse.mounts",
+        "fuse.erofs",
+        "fuse.loop",
+        "imaged.chunkstore.store",
+        "imaged.fetching.upstream",
+        "stage.api",
+    }
     assert not loaded & (heavy | errors_and_logs | others | cold)
 
 
 def test_opening_a_snapshot_imports_little() -> None:
     """What of this package a resume of a virtual machine waits for."""
     loaded = loaded_by("import fuse.node, fuse.warm, fuse.vmlease, imaged.snapshot")
-    heavy = {"lmdb", "zstandard", "urllib3", "asyncio", "logging", "subprocess", "imaged.store", "fuse.starter"}
+    heavy = {
+        "lmdb",
+        "zstandard",
+        "urllib3",
+        "asyncio",
+        "logging",
+        "subprocess",
+        "imaged.chunkstore.store",
+        "fuse.starter",
+    }
     assert not loaded & heavy
 
 
@@ -136,7 +153,7 @@ def test_exec_and_resume_import_little() -> None:
     """Neither the store nor what captures a VM: a resume is to be quicker than a look at it."""
     loaded = loaded_by("from cli import startup; startup.begin(); import cli.group, cli.vm, vmm.execution, vmm.restore")
     heavy = {"lmdb", "zstandard", "urllib3", "asyncio", "logging", "subprocess", "dis", "shutil", "concurrent.futures"}
-    assert not loaded & (heavy | {"imaged.store", "vmm.disk", "vmm.parking", "vmm.api", "vmm.survey"})
+    assert not loaded & (heavy | {"imaged.chunkstore.store", "vmm.disk", "vmm.parking", "vmm.api", "vmm.survey"})
 
 
 def test_until_the_command_handles_an_interrupt_nothing_is_imported() -> None:

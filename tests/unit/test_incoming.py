@@ -8,14 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from imaged.download import Download
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import ChunkMissingError
-from imaged.fetch import Fetcher, Tally
+from imaged.fetching.download import Download
+from imaged.fetching.fetch import Fetcher, Tally
+from imaged.fetching.incoming import Prefetch
+from imaged.fetching.upstream import HttpUpstream
 from imaged.frame import Frame
 from imaged.ids import ChunkId
-from imaged.incoming import Prefetch
-from imaged.store import ChunkStore
-from imaged.upstream import HttpUpstream
 from tests.support.crooked import FAST, Crooked, CrookedHandler, add, corrupt, cut, refuse
 
 pytest_plugins = ("tests.support.fetching",)

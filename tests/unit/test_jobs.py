@@ -11,10 +11,10 @@ from typing import TypeVar
 import pytest
 
 from imaged.errors import NotFoundError, StoreFullError
-from imaged.job import Job, State
-from imaged.jobprocess import Workers
-from imaged.jobs import Jobs
-from imaged.jobstore import DirectoryJobStore, JobEndedError
+from imaged.jobs.job import Job, State
+from imaged.jobs.jobprocess import Workers
+from imaged.jobs.jobstore import DirectoryJobStore, JobEndedError
+from imaged.jobs.running import Jobs
 
 SOURCE = "oci:/nowhere:latest"
 RESULT = """echo '{"image": {"name": "n:1", "id": "i"}}'"""
@@ -61,7 +61,7 @@ def run_job(store: Path, worker: Sequence[str], job: Job | None = None) -> Job:
     ],
 )
 def test_a_worker_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, error: str) -> None:
-    monkeypatch.setattr("imaged.jobprocess._LINE_LIMIT_BYTES", 1000)
+    monkeypatch.setattr("imaged.jobs.jobprocess._LINE_LIMIT_BYTES", 1000)
     job = run_job(tmp_path, ["/bin/sh", "-c", script])
     assert job.state == "failed"
     assert error in job.error
@@ -95,7 +95,7 @@ def test_modules_in_the_servers_directory_are_not_run(tmp_path: Path, monkeypatc
     for name in ("imaged", "json"):
         (tmp_path / "here" / name).mkdir(parents=True)
         (tmp_path / "here" / name / "__init__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    (tmp_path / "here/imaged/job_worker.py").touch()
+    (tmp_path / "here/imaged/jobs/job_worker.py").touch()
     (tmp_path / "store").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     job = run_job(tmp_path / "store", [])
@@ -186,7 +186,7 @@ def test_a_job_that_has_ended_is_not_cancelled(tmp_path: Path) -> None:
 
 
 def test_a_result_that_can_not_be_noted_is_noted_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("imaged.jobs._RETRY_S", 0.01)
+    monkeypatch.setattr("imaged.jobs.running._RETRY_S", 0.01)
     finish, failures = DirectoryJobStore.finish, [StoreFullError("no space")] * 3
 
     def failing(self: DirectoryJobStore, job: str, change: Callable[[Job], Job]) -> Job:

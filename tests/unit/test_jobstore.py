@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from imaged.errors import FormatError, NotFoundError
-from imaged.job import Job
-from imaged.jobstore import DirectoryJobStore, QueueFullError
+from imaged.jobs.job import Job
+from imaged.jobs.jobstore import DirectoryJobStore, QueueFullError
 from tests.support.command import ROOT
 
 _CLAIM = """
 import sys
 from pathlib import Path
-from imaged.jobstore import DirectoryJobStore
+from imaged.jobs.jobstore import DirectoryJobStore
 claim = DirectoryJobStore(Path(sys.argv[1])).claim()
 print(claim.job.id if claim else "none", flush=True)
 sys.stdin.read()
@@ -129,7 +129,7 @@ def test_more_than_may_wait_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_oldest_ended_jobs_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("imaged.jobstore.KEPT_JOBS", 3)
+    monkeypatch.setattr("imaged.jobs.jobstore.KEPT_JOBS", 3)
     store, other = DirectoryJobStore(tmp_path), DirectoryJobStore(tmp_path)
     waiting = store.submit(asked())
     ended = [store.submit(asked(f"docker://h.test/x:{number}")) for number in range(3)]

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from imaged.chunkstore.refs import Ref
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import InvalidNameError, PvisorError, StoreError
+from imaged.fetching.keeper import Keeper, VerifiedFrame
 from imaged.frame import Codec, Frame, FrameHeader
 from imaged.ids import ChunkId
-from imaged.keeper import Keeper, VerifiedFrame
-from imaged.refs import Ref
-from imaged.store import ChunkStore
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ import pytest
 
 from fuse.files import BlockFiles
 from fuse.keeping import GRACE_S, Keeping
-from imaged.collect import collect
+from imaged.chunkstore.store import ChunkStore
+from imaged.collection.collect import collect
 from imaged.errors import NotFoundError
-from imaged.fetch import Fetcher
+from imaged.fetching.fetch import Fetcher
 from imaged.ids import ChunkId
 from imaged.reach import reachable
 from imaged.record import ImageRecord
-from imaged.store import ChunkStore
 from tests.support.store_images import build_image, name_image
 
 

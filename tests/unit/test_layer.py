@@ -5,11 +5,11 @@ from typing import Any
 import msgpack
 import pytest
 
+from imaged.conversion.layer import HardLink, Layer, NodeEntry, Opaque, Whiteout, chunk_ids, clean_path, marker
+from imaged.conversion.tree import Inode
 from imaged.errors import FormatError, LayerError
 from imaged.extent import Extent
 from imaged.ids import ChunkId
-from imaged.layer import HardLink, Layer, NodeEntry, Opaque, Whiteout, chunk_ids, clean_path, marker
-from imaged.tree import Inode
 from tests.support import tars
 from tests.support.images import ingest
 from tests.support.memory_store import MemoryStore

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from imaged.conversion.layerstream import LayerStream, Pipe
 from imaged.errors import DigestMismatchError, LayerError, RegistryError
-from imaged.layerstream import LayerStream, Pipe
 from imaged.oci.image import LayerSource
 from tests.support.oci import digest
 

@@ -5,15 +5,15 @@ from collections.abc import Iterable
 
 import pytest
 
-from imaged import layout
 from imaged.blockbuilder import BlockImageBuilder
 from imaged.blockimage import BlockImage
+from imaged.conversion import layout
+from imaged.conversion.tree import Inode
 from imaged.erofs import writer
 from imaged.erofs.format import HOLE
 from imaged.errors import FormatError, LayerError, UnsupportedImageError
 from imaged.extent import Extent
 from imaged.ids import BLOCK_BYTES, ChunkId
-from imaged.tree import Inode
 from tests.support import trees
 from tests.support.memory_store import MemoryStore
 

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from imaged import condemned
-from imaged.collect import CollectReport, collect
+from imaged.chunkstore.fsck import check
+from imaged.chunkstore.store import ChunkStore
+from imaged.chunkstore.storelock import CollectionLock
+from imaged.collection import condemned
+from imaged.collection.collect import CollectReport, collect
+from imaged.collection.holding import unsafe
+from imaged.collection.lease import LEASES_DIRECTORY, LONGEST_TTL_S, Leases, least_epoch
+from imaged.collection.leaseformat import first_line
+from imaged.collection.rollinglease import LEAST_S, RollingLease
 from imaged.errors import ChunkMissingError, NotFoundError, StoreBusyError, StoreReadOnlyError
-from imaged.fsck import check
-from imaged.holding import unsafe
 from imaged.ids import ChunkId
-from imaged.lease import LEASES_DIRECTORY, LONGEST_TTL_S, Leases, least_epoch
-from imaged.leaseformat import first_line
 from imaged.reach import reachable
-from imaged.rollinglease import LEAST_S, RollingLease
-from imaged.store import ChunkStore
-from imaged.storelock import CollectionLock
 from tests.support.store_images import DIFF_ID, build_image, build_layer, name_image, noise
 
 
@@ -341,7 +341,7 @@ def test_a_name_that_is_set_at_the_last_moment_is_seen(store: ChunkStore, monkey
             name_image(store, "new:1", waiting.pop())
         return real(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("imaged.collect.condemned.remove", remove)
+    monkeypatch.setattr("imaged.collection.collect.condemned.remove", remove)
     report = collect(store.root)
     assert (report.kept_chunks, report.removed_chunks) == (16, 11)
     assert store.absent(reachable(store, record.id)) == []
@@ -358,7 +358,7 @@ def test_names_that_never_stop_changing_only_put_it_off(store: ChunkStore, monke
         name_image(store, "new:1", record)
         return real(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("imaged.collect.condemned.remove", remove)
+    monkeypatch.setattr("imaged.collection.collect.condemned.remove", remove)
     report = collect(store.root)
     assert (report.removed_chunks, report.waiting_chunks) == (0, 1)
     monkeypatch.undo()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from imaged.link import FIRST_HEDGE_S, LACK_S, LEAST_HEDGE_S, LIE_S, MOST_HEDGE_S, MOST_REST_S, REST_S, Link
+from imaged.fetching.link import FIRST_HEDGE_S, LACK_S, LEAST_HEDGE_S, LIE_S, MOST_HEDGE_S, MOST_REST_S, REST_S, Link
 
 
 def noted(*waits_s: float, transfer_bytes: int = 0, transfer_s: float = 0.0) -> Link:
@@ -82,7 +82,7 @@ def test_one_that_hung_rests_until_it_answers() -> None:
 
 def test_who_lacks_fails_or_lies_is_asked_later_and_each_time_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [1000.0]
-    monkeypatch.setattr("imaged.link.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("imaged.fetching.link.time.monotonic", lambda: now_s[0])
     link = Link()
 
     def lasts() -> float:

@@ -12,11 +12,11 @@ from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import StoreError
-from imaged.metrics import Metrics, Sources
-from imaged.server import application
-from imaged.store import ChunkStore
-from imaged.traffic import BUCKETS_S, Traffic
+from imaged.serving.metrics import Metrics, Sources
+from imaged.serving.server import application
+from imaged.serving.traffic import BUCKETS_S, Traffic
 
 DURATIONS_S = [0.0, 0.0004, 0.0005, 0.0006, 0.3, 59.9, 60.0, 61.0, 1000.0]
 
@@ -81,7 +81,7 @@ def test_ready(store: ChunkStore) -> None:
 def test_a_full_disk_is_ready_for_reads_and_says_so(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.statvfs(store.root)
     full = os.statvfs_result((*real[:4], 1, *real[5:]))
-    monkeypatch.setattr("imaged.operationsapi.os.statvfs", lambda path: full)
+    monkeypatch.setattr("imaged.serving.operationsapi.os.statvfs", lambda path: full)
     (no, why), (yes, text) = answers(store, "/readyz", "/readyz?for=reads")
     assert (no, yes) == (503, 200)
     assert "0 MiB are free" in why
@@ -91,7 +91,7 @@ def test_a_full_disk_is_ready_for_reads_and_says_so(store: ChunkStore, monkeypat
 def test_a_read_only_disk_is_not_ready_for_writes(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.statvfs(store.root)
     locked = os.statvfs_result((*real[:8], os.ST_RDONLY, *real[9:]))
-    monkeypatch.setattr("imaged.operationsapi.os.statvfs", lambda path: locked)
+    monkeypatch.setattr("imaged.serving.operationsapi.os.statvfs", lambda path: locked)
     assert [status for status, _ in answers(store, "/readyz", "/readyz?for=reads")] == [503, 200]
 
 

@@ -11,13 +11,13 @@ import pytest
 
 from imaged.blockbuilder import BlockImageBuilder
 from imaged.blockimage import BlockImage
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import ChunkMissingError
 from imaged.extent import Extent
-from imaged.fetch import Fetcher, Tally
+from imaged.fetching.fetch import Fetcher, Tally
+from imaged.fetching.neighbourhood import FIRST_BYTES, MOST_CHUNKS, QUIET_S, Neighbourhood
+from imaged.fetching.upstream import HttpUpstream
 from imaged.ids import BLOCK_BYTES, ChunkId
-from imaged.neighbourhood import FIRST_BYTES, MOST_CHUNKS, QUIET_S, Neighbourhood
-from imaged.store import ChunkStore
-from imaged.upstream import HttpUpstream
 from tests.support.crooked import Crooked, crooked_server
 
 CHUNK_BYTES = 4 * BLOCK_BYTES
@@ -138,7 +138,7 @@ def test_who_was_quiet_starts_anew(
     near = Neighbourhood(image, lambda chunk: peek(store, chunk))
     touch(image, 300)
     counts = [len(near.choose([chunks[300]], SPARE_BYTES, never)) for _ in range(9)]
-    monkeypatch.setattr("imaged.neighbourhood.QUIET_S", -1.0)
+    monkeypatch.setattr("imaged.fetching.neighbourhood.QUIET_S", -1.0)
     assert QUIET_S > 0
     assert len(near.choose([chunks[300]], SPARE_BYTES, never)) == counts[0] < counts[-1]
 
@@ -186,7 +186,7 @@ def test_a_far_server_is_asked_less_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of one that is near, nothing is asked for but what is read."""
-    monkeypatch.setattr("imaged.link.SHORT_S", 0.018)  # a loaded host is slower than a near server
+    monkeypatch.setattr("imaged.fetching.link.SHORT_S", 0.018)  # a loaded host is slower than a near server
     server.delay_s = delay_s
     wanted = [number for number in range(COUNT // 2) if number % 3 == 0]
     with ChunkStore.open(tmp_path / "cache") as cache:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from imaged.frame import Frame
-from imaged.pack import (
+from imaged.chunkstore.pack import (
     PACK_HEADER,
     PACK_HEADER_BYTES,
     PACK_MAGIC,
@@ -18,6 +17,7 @@ from imaged.pack import (
     pack_path,
     scan,
 )
+from imaged.frame import Frame
 from tests.support.store_images import block_bytes, noise
 
 

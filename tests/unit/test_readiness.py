@@ -11,10 +11,10 @@ import pytest
 from fuse import readiness
 from fuse.readiness import Readiness
 from imaged.blockimage import BlockImage
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import ChunkCorruptError, ChunkMissingError
-from imaged.fetch import Fetcher, Tally
+from imaged.fetching.fetch import Fetcher, Tally
 from imaged.ids import ChunkId
-from imaged.store import ChunkStore
 from tests.support.parked import Parked, add_snapshot, damage, lose
 
 CELL = 64 << 10

@@ -13,11 +13,11 @@ from fuse import recorder
 from fuse.files import BlockFile, BlockFiles
 from fuse.recorder import LONGEST_S, MEMORY_LONGEST_S, QUIET_S, MemoryRecording, Recorder, Recording
 from imaged.blockimage import BlockImage
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import UpstreamError
-from imaged.fetch import Fetcher, Tally
+from imaged.fetching.fetch import Fetcher, Tally
 from imaged.ids import ChunkId
 from imaged.profile import Profile
-from imaged.store import ChunkStore
 from tests.support.synthetic import Synthetic, add_image
 
 CHUNK = 65536

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import StoreFullError
-from imaged.fetch import Fetcher, Tally
+from imaged.fetching.fetch import Fetcher, Tally
+from imaged.fetching.room import Room, floor_bytes
 from imaged.frame import Frame
-from imaged.room import Room, floor_bytes
-from imaged.store import ChunkStore
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 MIB = 1 << 20

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from imaged.errors import BucketUnavailableError, NotFoundError
-from imaged.job import Job
-from imaged.jobstore import DirectoryJobStore, JobEndedError
+from imaged.jobs.job import Job
+from imaged.jobs.jobstore import DirectoryJobStore, JobEndedError
 from imaged.s3.jobs import GONE_S, BucketJobStore
 from tests.support.memory_objects import MemoryObjects
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from imaged.chunkstore.index import INDEX_NAME
+from imaged.chunkstore.salvage import salvage
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import StoreError
-from imaged.index import INDEX_NAME
-from imaged.salvage import salvage
-from imaged.store import ChunkStore
 from tests.support.synthetic import add_image
 
 
@@ -17,7 +17,7 @@ def test_an_index_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.Monkey
     with ChunkStore.open(tmp_path / "store") as store:
         add_image(store, "made:latest", chunks=1)
     assert list(salvage(tmp_path / "store" / INDEX_NAME).refs) == ["made:latest"]
-    monkeypatch.setattr("imaged.salvage._TIMEOUT_S", 0.001)
+    monkeypatch.setattr("imaged.chunkstore.salvage._TIMEOUT_S", 0.001)
     with pytest.raises(StoreError, match="was not read within"):
         salvage(tmp_path / "store" / INDEX_NAME)
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from imaged.blockformat import IMAGE_LIMIT_BYTES
+from imaged.chunkstore.snapshotrefs import SnapshotRef
 from imaged.errors import FormatError, InvalidNameError
 from imaged.ids import ChunkId
 from imaged.names import snapshot_name
 from imaged.record import ImageRecord
 from imaged.snapshot import SIZE_LIMIT_BYTES, SnapshotRecord
-from imaged.snapshotrefs import SnapshotRef
 from tests.support.snapshots import MACHINE
 
 ONE, TWO, THREE = (ChunkId.of(text) for text in (b"one", b"two", b"three"))

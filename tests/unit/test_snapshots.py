@@ -8,24 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from imaged import index, snapshots
+from imaged import snapshots
 from imaged.blockimage import BlockImage
 from imaged.census import Census
-from imaged.collect import collect
+from imaged.chunkstore import index
+from imaged.chunkstore.fsck import check
+from imaged.chunkstore.index import INDEX_NAME
+from imaged.chunkstore.pack import pack_path
+from imaged.chunkstore.refs import RefTable
+from imaged.chunkstore.snapshotrefs import SnapshotRef, SnapshotTable
+from imaged.chunkstore.store import ChunkStore
+from imaged.collection.collect import collect
 from imaged.errors import ChunkError, FormatError, InvalidNameError, NameTakenError, NotFoundError, StoreError
 from imaged.frame import HEADER_BYTES
-from imaged.fsck import check
 from imaged.ids import ChunkId
-from imaged.index import INDEX_NAME
 from imaged.measure import IncompleteError, measure
-from imaged.pack import pack_path
 from imaged.progress import NoProgress
 from imaged.reach import Marker, reachable, reachable_snapshot
 from imaged.record import ImageRecord
-from imaged.refs import RefTable
 from imaged.snapshot import SnapshotRecord
-from imaged.snapshotrefs import SnapshotRef, SnapshotTable
-from imaged.store import ChunkStore
 from imaged.verify import verify_snapshot
 from tests.support.snapshots import build_snapshot, disk_bytes
 from tests.support.store_images import block_bytes, build_image, name_image

@@ -13,7 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from imaged import appender, pack
+from imaged.chunkstore import appender, pack
+from imaged.chunkstore.index import INDEX_NAME, Index, StoreUsage
+from imaged.chunkstore.pack import pack_numbers, pack_path
+from imaged.chunkstore.refs import Ref, RefTable
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import (
     ChunkCorruptError,
     ChunkMissingError,
@@ -27,10 +31,6 @@ from imaged.errors import (
 )
 from imaged.frame import CHUNK_LIMIT_BYTES, HEADER_BYTES, Codec, Frame, FrameHeader
 from imaged.ids import ChunkId
-from imaged.index import INDEX_NAME, Index, StoreUsage
-from imaged.pack import pack_numbers, pack_path
-from imaged.refs import Ref, RefTable
-from imaged.store import ChunkStore
 from tests.support.store_images import block_bytes, noise
 
 
@@ -381,7 +381,7 @@ def test_a_truncated_index_is_refused(tmp_path: Path, pages: int) -> None:
     os.truncate(index, pages * 4096)
     for readonly in (False, True):
         # In a process of its own: mapped, it would end this one.
-        program = "import sys; from pathlib import Path; from imaged.store import ChunkStore\n"
+        program = "import sys; from pathlib import Path; from imaged.chunkstore.store import ChunkStore\n"
         program += f"with ChunkStore.open(Path(sys.argv[1]), readonly={readonly}) as store: list(store.index.chunks())"
         result = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
         assert (result.returncode, "StoreError" in result.stderr) == (1, True)
@@ -434,7 +434,7 @@ def test_what_is_not_committed_gives_its_space_back(tmp_path: Path, monkeypatch:
 def test_one_that_commits_at_flush_keeps_nothing_that_was_put_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("imaged.writer.COMMIT_BYTES", 1 << 20)
+    monkeypatch.setattr("imaged.chunkstore.writer.COMMIT_BYTES", 1 << 20)
     with ChunkStore.open(tmp_path) as store:
         kept = store.put(block_bytes(1))
     before = pack_path(tmp_path, 1).stat().st_size

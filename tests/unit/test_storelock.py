@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from imaged.chunkstore.storelock import StoreLock, _named, holders
 from imaged.errors import StoreBusyError
-from imaged.storelock import StoreLock, _named, holders
 
 
 def test_many_share_it(tmp_path: Path) -> None:

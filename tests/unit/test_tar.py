@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from imaged.conversion.tar import HARD_LINK, TarEntry, TarReader
 from imaged.errors import LayerError
-from imaged.tar import HARD_LINK, TarEntry, TarReader
 from tests.support import tars
 
 

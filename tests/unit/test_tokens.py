@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from imaged import tokens as module
 from imaged.errors import FormatError, InvalidNameError, NotFoundError, PvisorError
-from imaged.tokenfile import add_token, revoke_token
-from imaged.tokens import Scope, Token, TokenFile, digest_of, parse_tokens, read_tokens
+from imaged.serving import tokens as module
+from imaged.serving.tokenfile import add_token, revoke_token
+from imaged.serving.tokens import Scope, Token, TokenFile, digest_of, parse_tokens, read_tokens
 
 CANARY = "pvisor_canary-canary-canary-canary-canary-canary-1"
 LINE = f"{'ab' * 32} read - 2026-01-31"

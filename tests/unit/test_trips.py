@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from imaged.chunkstore.store import ChunkStore
 from imaged.errors import UpstreamError
-from imaged.fetch import Fetcher, Tally
+from imaged.fetching.fetch import Fetcher, Tally
+from imaged.fetching.lanes import MOST_SLOTS, Flight, Lane
+from imaged.fetching.trips import MOST_TRIPS
 from imaged.frame import Frame
 from imaged.ids import ChunkId
-from imaged.lanes import MOST_SLOTS, Flight, Lane
-from imaged.store import ChunkStore
-from imaged.trips import MOST_TRIPS
 from tests.support.crooked import FAST, Crooked, CrookedHandler, Fault, Stall, add, refuse
 
 pytest_plugins = ("tests.support.fetching",)
@@ -53,7 +53,7 @@ def test_the_only_server_hangs_once_and_is_asked_again(
     count: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("imaged.link.LEAST_HEDGE_S", 1.0)  # more than a loaded host is late
+    monkeypatch.setattr("imaged.fetching.link.LEAST_HEDGE_S", 1.0)  # more than a loaded host is late
     chunks = add(count, server)
     fetcher = fetchers(server)
     fetcher.get(add(1, server)[0], Tally())
@@ -85,7 +85,7 @@ def test_who_asks_again_at_once_does_not_wait_as_long_again(
     chunk, other = add(2, server)
     server.faults = [stall.whole] * 100
     fetcher = fetchers(server, retry=FAST)
-    monkeypatch.setattr("imaged.fetch._GAVE_UP_S", 60.0)
+    monkeypatch.setattr("imaged.fetching.fetch._GAVE_UP_S", 60.0)
     asked = []
     for _ in range(3):
         with pytest.raises(UpstreamError, match="no answer from http"):
@@ -96,7 +96,7 @@ def test_who_asks_again_at_once_does_not_wait_as_long_again(
     found = fetcher.resolve([other, chunk], Tally())
     assert found[other] == server.chunks[other]
     assert isinstance(found[chunk], UpstreamError)
-    monkeypatch.setattr("imaged.fetch._GAVE_UP_S", 0.0)
+    monkeypatch.setattr("imaged.fetching.fetch._GAVE_UP_S", 0.0)
     assert fetcher.get(chunk, Tally()) == server.chunks[chunk]
     assert fetcher._given_up == {}
 
@@ -215,7 +215,7 @@ def test_asking_again_is_bounded(
     fetchers: Callable[..., Fetcher], server: Crooked, stall: Stall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By what a server takes in one batch, however much is late."""
-    monkeypatch.setattr("imaged.trips.BATCH_LIMIT", 4)
+    monkeypatch.setattr("imaged.fetching.trips.BATCH_LIMIT", 4)
     chunks = add(10, server)
     server.faults = [stall.whole]
     assert fetchers(server).get_many(chunks, Tally()) == server.chunks

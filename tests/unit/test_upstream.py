@@ -7,9 +7,9 @@ import json
 import pytest
 
 from imaged.errors import FormatError
+from imaged.fetching.remote import RemoteImage
 from imaged.ids import ChunkId
 from imaged.record import ImageRecord
-from imaged.remote import RemoteImage
 
 RECORD = ImageRecord(
     metadata=ChunkId.of(b"metadata"),

@@ -14,14 +14,14 @@ import pytest
 from aiohttp import ClientResponse
 from aiohttp.test_utils import TestClient, TestServer
 
-from imaged.job import Job, State
-from imaged.jobstore import DirectoryJobStore
-from imaged.refs import RefTable
-from imaged.serveconfig import ServeOptions
-from imaged.server import application
-from imaged.sharing import own_bytes
-from imaged.store import ChunkStore
-from imaged.tokens import Scope, Token
+from imaged.chunkstore.refs import RefTable
+from imaged.chunkstore.store import ChunkStore
+from imaged.jobs.job import Job, State
+from imaged.jobs.jobstore import DirectoryJobStore
+from imaged.serving.serveconfig import ServeOptions
+from imaged.serving.server import application
+from imaged.serving.sharing import own_bytes
+from imaged.serving.tokens import Scope, Token
 from imaged.web.html import Html, escape, join, tag
 from imaged.web.imagepages import Asked
 from imaged.web.session import COOKIE
@@ -254,7 +254,7 @@ def test_sessions_are_signed_and_end_with_their_token(tmp_path: Path, monkeypatc
         monkeypatch.setattr("imaged.web.session.time.time", lambda: int(expires) + 1)
         assert await status(cookie.value) == 303
         monkeypatch.undo()
-        monkeypatch.setattr("imaged.tokens._LOOK_S", -1.0)
+        monkeypatch.setattr("imaged.serving.tokens._LOOK_S", -1.0)
         file.write_text("# nobody\n")
         assert await status(cookie.value) == 303
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from imaged.workers import Workers
+from imaged.fetching.workers import Workers
 
 
 def test_work_runs_at_once_to_a_number_and_then_in_turn() -> None:

@@ -7,8 +7,8 @@ import pytest
 from fuse import workingset
 from fuse.workingset import WorkingSet
 from imaged.blockimage import BlockImage
+from imaged.chunkstore.store import ChunkStore
 from imaged.ids import BLOCK_BYTES, ChunkId
-from imaged.store import ChunkStore
 from tests.support.parked import add_snapshot
 from tests.unit.conftest import IMAGE
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from imaged.chunkstore.store import ChunkStore
 from imaged.s3 import bucket
 from imaged.s3.address import BucketAddress
 from imaged.s3.mirror import make_mirror
 from imaged.s3.store import MirrorStore
-from imaged.store import ChunkStore
 from tests.support.memory_objects import MemoryObjects
 
 Open = Callable[[str], MirrorStore]

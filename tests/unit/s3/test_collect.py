@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
-from imaged.collect import collect
+from imaged.chunkstore.fsck import check
+from imaged.chunkstore.refs import Ref
+from imaged.collection.collect import collect
 from imaged.errors import BucketUnavailableError
-from imaged.fsck import check
 from imaged.ids import ChunkId
 from imaged.measure import IncompleteError, measure
 from imaged.reach import reachable
 from imaged.record import ImageRecord
-from imaged.refs import Ref
 from imaged.s3 import collect as bucket_collect
 from imaged.s3.store import MirrorStore
 from tests.support.memory_objects import MemoryObjects

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from imaged.chunkstore.pack import PACK_HEADER_BYTES
 from imaged.errors import FormatError, InvalidNameError
 from imaged.frame import Codec
 from imaged.ids import ChunkId
-from imaged.pack import PACK_HEADER_BYTES
 from imaged.s3 import condemnedlist, packindex
 from imaged.s3.address import BucketAddress, Patience, endpoint
 from imaged.s3.condemnedlist import CondemnedList, Copy

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from imaged.collect import collect
+from imaged.chunkstore.fsck import check
+from imaged.chunkstore.index import FOREIGN_PACKS
+from imaged.chunkstore.pack import disk_bytes, pack_path
+from imaged.chunkstore.refs import Ref
+from imaged.chunkstore.snapshotrefs import SnapshotRef
+from imaged.chunkstore.store import ChunkStore
+from imaged.collection.collect import collect
 from imaged.errors import (
     BucketUnavailableError,
     ChunkCorruptError,
@@ -16,16 +22,10 @@ from imaged.errors import (
     StoreReadOnlyError,
 )
 from imaged.frame import HEADER_BYTES
-from imaged.fsck import check
 from imaged.ids import ChunkId
-from imaged.index import FOREIGN_PACKS
-from imaged.pack import disk_bytes, pack_path
-from imaged.refs import Ref
 from imaged.s3.address import BucketAddress
 from imaged.s3.mirror import Mirror, make_mirror
 from imaged.s3.store import MirrorStore
-from imaged.snapshotrefs import SnapshotRef
-from imaged.store import ChunkStore
 from tests.support.memory_objects import MemoryObjects
 from tests.support.store_images import build_image, name_image
 

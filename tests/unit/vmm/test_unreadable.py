@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from imaged.chunkstore.snapshotrefs import SnapshotRef
+from imaged.chunkstore.store import ChunkStore
 from imaged.config import Config
 from imaged.ids import ChunkId
-from imaged.snapshotrefs import SnapshotRef
-from imaged.store import ChunkStore
 from tests.support.parked import Parked, add_snapshot, damage, lose
 from tests.unit.vmm.test_vms import add, wanted
 from vmm import recovery, removal, restore

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from fuse import linux
+from imaged.chunkstore.store import ChunkStore
 from imaged.config import Config
 from imaged.ids import ChunkId
-from imaged.store import ChunkStore
 from tests.support.parked import add_snapshot
 from vmm import recovery, removal, survey
 from vmm.errors import VmArgumentError, VmBusyError, VmError, VmExistsError, VmFullError, VmNotFoundError, VmSetupError

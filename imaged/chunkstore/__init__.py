@@ -1,0 +1,1 @@
+"""The store of chunks on a local disk: packs, their index, names; its locks, its check and its repair."""

@@ -1,0 +1,33 @@
+"""Keeping images and snapshots by a lease while somebody else may just be taking their names away."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from imaged.chunkstore.store import ChunkStore
+from imaged.errors import ChunkError, FormatError
+from imaged.ids import ChunkId
+from imaged.reach import reachable, reachable_snapshot
+
+
+def unsafe(store: ChunkStore, records: Sequence[ChunkId]) -> list[ChunkId]:
+    """Of records that a lease keeps already, those that a collection may be about to take in spite of that.
+
+    One that has a name now is safe: whoever collects looks at names before it looks at leases, so it sees one of the
+    two. One that has none is safe when all of it is here, and may be relied on, under a lease that is released after
+    this look: the next collection sees what the first lease keeps.
+    """
+    named = {ref.record for _, ref in store.refs.items()} | {ref.record for _, ref in store.snapshots.items()}
+    return [record for record in records if record not in named and not _is_whole(store, record)]
+
+
+def _is_whole(store: ChunkStore, record: ChunkId) -> bool:
+    with store.lease(f"looking at {str(record)[:12]}"):
+        for walk in (reachable, reachable_snapshot):
+            try:
+                return not store.missing(list(walk(store, record)))
+            except FormatError:  # then it is the other, or neither
+                continue
+            except ChunkError:
+                return False
+        return False

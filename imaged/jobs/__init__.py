@@ -1,0 +1,1 @@
+"""What a server does for its clients in processes of their own."""

@@ -1,0 +1,1 @@
+"""The chunk server: routes, fast path, access, limits, metrics, processes."""

@@ -1,0 +1,118 @@
+"""Every error of a request as JSON {"error", "hint"} with the status that fits, and an id that the log has too."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from imaged.errors import (
+    ChunkError,
+    FormatError,
+    InvalidNameError,
+    NameTakenError,
+    NotFoundError,
+    PvisorError,
+    StoreBusyError,
+    StoreError,
+    StoreFullError,
+    StoreReadOnlyError,
+    UpstreamError,
+)
+from imaged.jobs.jobstore import JobEndedError, QueueFullError
+from imaged.measure import IncompleteError
+from imaged.serving.access import AccessError, ForbiddenError, TooManyError, UnauthorizedError
+from imaged.serving.chunkapi import BadUploadError
+from imaged.serving.imageapi import SourceRefusedError
+from imaged.serving.tenant import ForeignNameError
+from imaged.serving.through import LoopError
+from imaged.serving.traffic import ROUTE
+
+log = logging.getLogger(__name__)
+STATUS: tuple[tuple[type[PvisorError], int], ...] = (
+    (UnauthorizedError, 401),
+    (ForbiddenError, 403),
+    (ForeignNameError, 403),
+    (TooManyError, 429),
+    (NotFoundError, 404),
+    (BadUploadError, 400),
+    (FormatError, 400),
+    (InvalidNameError, 400),
+    (IncompleteError, 409),
+    (NameTakenError, 409),
+    (SourceRefusedError, 403),
+    (JobEndedError, 409),
+    (QueueFullError, 429),
+    (StoreFullError, 507),
+    (StoreReadOnlyError, 403),
+    (StoreBusyError, 503),
+    (LoopError, 508),
+    (UpstreamError, 502),
+)
+"""The status of each error; the first that matches counts, anything else is 500."""
+REQUEST_ID = "X-Request-Id"
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_DAMAGED_HINT = "at the server: `pvisor image verify NAME` drops damaged chunks; then upload or convert the image again"
+_BROKEN_OFF = 499
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """An answer already begun is cut off instead, which a client notices."""
+    resource = request.match_info.route.resource
+    if resource is not None:
+        request[ROUTE] = resource.canonical
+    try:
+        return await handler(request)
+    except PvisorError as error:
+        status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
+        number = _request_id(request)
+        if isinstance(error, ChunkError):
+            log.error("%s %s: %s [request %s]", request.method, request.path, error.message, number)
+            message = f"the server's own store is damaged: {error.message}"
+            return _numbered(number, error_response(status, message, _DAMAGED_HINT))
+        if status >= 500 and not isinstance(error, StoreError):
+            log.error("%s %s: %s [request %s]", request.method, request.path, error.message, number)
+        headers = error.headers if isinstance(error, AccessError) else None
+        return _numbered(number, error_response(status, error.message, error.hint, headers))
+    except web.RequestPayloadError as error:
+        return error_response(400, f"request body: {error}", "send it whole, in the Content-Encoding that it states")
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        allowed = error.headers.get("Allow")
+        hint = "see /v1/openapi.json"
+        return error_response(error.status, error.reason, hint, {"Allow": allowed} if allowed else {})
+    except ConnectionError as error:
+        log.info("%s %s: broken off: %s", request.method, request.path, error)
+        if request.transport is not None:
+            request.transport.abort()
+        # Nobody gets this, but aiohttp answers an exception with a traceback in the log.
+        return web.Response(status=_BROKEN_OFF)
+    except asyncio.CancelledError:
+        raise
+    except Exception:
+        number = _request_id(request)
+        log.exception("%s %s [request %s]", request.method, request.path, number)
+        return _numbered(number, error_response(500, "the server failed to answer", "its log says why"))
+
+
+def error_response(status: int, message: str, hint: str, headers: dict[str, str] | None = None) -> web.Response:
+    body = {"error": message, "hint": hint}
+    return web.json_response(body, status=status, headers={"Cache-Control": "no-store", **(headers or {})})
+
+
+def _request_id(request: web.Request) -> str:
+    """What the client, or a balancer before us, calls this request; else a new name."""
+    given = request.headers.get(REQUEST_ID, "")
+    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(6)
+
+
+def _numbered(number: str, response: web.Response) -> web.Response:
+    response.headers[REQUEST_ID] = number
+    return response

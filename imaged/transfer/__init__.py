@@ -1,0 +1,1 @@
+"""Whole images and snapshots between this host and servers."""
