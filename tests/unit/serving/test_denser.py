@@ -20,7 +20,7 @@ from imaged.ids import ChunkId
 from imaged.serving.denser import Denser, densify
 from tests.integration.test_store_limits import file_system, fill
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 KILLED = """
 import os, signal, sys
 from pathlib import Path

@@ -27,7 +27,7 @@ MIB = 1 << 20
 SIZE = 60_000
 MAX_BYTES = 16 * MIB
 ORIGIN = "http://origin"
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

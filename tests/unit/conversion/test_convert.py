@@ -280,7 +280,7 @@ with ChunkStore.open(Path(sys.argv[1])) as store:
 
 def worker(tmp_path: Path, layout: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", WORKER, str(tmp_path / "shared"), f"oci:{layout}"]
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root)
 
 

@@ -21,7 +21,7 @@ from imaged.chunkstore.store import ChunkStore
 from imaged.serving.metrics import Metrics, Sources
 from imaged.serving.traffic import Traffic
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+DEPLOY = Path(__file__).parents[3] / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.[st][ei]*"))
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 
