@@ -5,12 +5,11 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends python3 python3-venv \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
-COPY requirements.lock requirements-dev.lock pyproject.toml README.md ./
+COPY requirements.lock requirements-build.lock pyproject.toml README.md ./
 RUN python3 -m venv /opt/pvisor \
     && /opt/pvisor/bin/pip install --no-cache-dir --require-hashes -r requirements.lock \
-    && awk '/^[^ #]/ { wanted = /^setuptools==/ } wanted' requirements-dev.lock > build.lock \
     && python3 -m venv /build \
-    && /build/bin/pip install --no-cache-dir --require-hashes -r build.lock
+    && /build/bin/pip install --no-cache-dir --require-hashes -r requirements-build.lock
 COPY imaged imaged
 COPY fuse fuse
 COPY stage stage

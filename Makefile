@@ -22,26 +22,26 @@ demo: $(VENV)/ready demo-packages
 	@$(COMPILE)
 	$(BIN)/python -m scripts.demo $(if $(IMAGE),--image $(IMAGE))
 
-test: $(VENV)/ready demo-packages test-packages
+test: $(VENV)/ready-dev demo-packages test-packages
 	$(BIN)/python -m pytest $(TEST_OPTIONS)
 
-quick: $(VENV)/ready
+quick: $(VENV)/ready-dev
 	$(BIN)/python -m pytest -q $(TEST_OPTIONS) tests/unit tests/property
 
 # The container image, built and tried; some minutes, most of them downloads.
-image-test: $(VENV)/ready demo-packages test-packages
+image-test: $(VENV)/ready-dev demo-packages test-packages
 	$(BIN)/python -m scripts.image
 
-lint: $(VENV)/ready
+lint: $(VENV)/ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(VENV)/ready
+format: $(VENV)/ready-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/ready demo-packages test-packages bench-packages
+bench: $(VENV)/ready-dev demo-packages test-packages bench-packages
 	@$(COMPILE)
 	$(BIN)/python -m bench.chunk_size
 	$(BIN)/python -m bench.convert
@@ -76,19 +76,29 @@ INSTALL := $(BIN)/pip install -q --no-deps --no-build-isolation --config-setting
 # Python compiles modules on first use, unless PYTHONDONTWRITEBYTECODE says not to: then every start would.
 COMPILE := $(BIN)/python -m compileall -q imaged fuse stage vmm cli
 
-$(VENV)/ready: requirements-dev.lock pyproject.toml | run-packages
+# What runs, and the build tool that pip needs to install the checkout.
+$(VENV)/ready: requirements.lock requirements-build.lock pyproject.toml | run-packages
 	@echo "setting up $(VENV)" >&2
 	@$(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/pip install -q --require-hashes -r requirements-dev.lock
+	@$(BIN)/pip install -q --require-hashes -r requirements.lock -r requirements-build.lock
 	@$(INSTALL)
+	@touch $@
+
+# And what the tests, the linters and the benchmarks import.
+$(VENV)/ready-dev: $(VENV)/ready requirements-dev.lock
+	@echo "adding what tests need to $(VENV)" >&2
+	@$(BIN)/pip install -q --require-hashes -r requirements-dev.lock
 	@touch $@
 
 # Pin every dependency with its hashes; needs pip-tools on the path.
 lock:
 	pip-compile -q --generate-hashes --no-emit-index-url --no-emit-find-links --no-emit-trusted-host \
 		--strip-extras --no-header --allow-unsafe -o requirements.lock pyproject.toml
+	pip-compile -q --only-build-deps --all-build-deps --generate-hashes --no-emit-index-url --no-emit-find-links \
+		--no-emit-trusted-host --strip-extras --no-header --allow-unsafe -o requirements-build.lock pyproject.toml
 	pip-compile -q --extra dev --generate-hashes --no-emit-index-url --no-emit-find-links --no-emit-trusted-host \
-		--strip-extras --no-header --allow-unsafe -c requirements.lock -o requirements-dev.lock pyproject.toml
+		--strip-extras --no-header --allow-unsafe -c requirements.lock \
+		-o requirements-dev.lock pyproject.toml
 
 clean:
 	rm -rf $(VENV) .demo build *.egg-info
