@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fuse import daemon, mounts, rundir
+from fuse import blockoperations, daemon, mounts, rundir
 from fuse.fill import Filler
 from fuse.opener import Opener
 from imaged.config import Config
@@ -31,7 +31,7 @@ def test_whatever_fails_at_the_end_the_others_are_closed(tmp_path: Path, monkeyp
         raise OSError("busy")
 
     monkeypatch.setattr(mounts, "detach_all", fail)
-    monkeypatch.setattr(daemon, "_run_fuse", lambda config, operations: None)
+    monkeypatch.setattr(blockoperations, "run", lambda config, operations: None)
     with pytest.raises(OSError, match="busy"):
         daemon.serve(config, lambda: None)
     assert closed == ["Filler", "Opener", "Fetcher"]
@@ -49,7 +49,7 @@ def test_fills_that_can_not_be_resumed_are_told_of(
 
     monkeypatch.setattr(Filler, "resume", fail)
     ready: list[bool] = []
-    monkeypatch.setattr(daemon, "_run_fuse", lambda config, operations: operations._on_mounted())
+    monkeypatch.setattr(blockoperations, "run", lambda config, operations: operations._on_mounted())
     monkeypatch.setattr(mounts, "detach_all", lambda config: None)
     daemon.serve(config, lambda: ready.append(True))
     assert ready == [True]
