@@ -30,7 +30,7 @@ from imaged.conversion.apply import Tree
 from imaged.conversion.cutter import CHUNK_MAX, PIECE_MAX, Cutter
 from imaged.conversion.ingest import read_layer
 from imaged.conversion.layer import NodeEntry
-from imaged.conversion.layout import place
+from imaged.erofs.layout import place
 from imaged.erofs.writer import metadata_image
 from imaged.extent import Extent
 from imaged.frame import ZSTD_LEVEL, Frame

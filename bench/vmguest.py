@@ -14,8 +14,8 @@ from pathlib import Path
 from bench.image import pvisor, pvisor_env
 from fuse import node
 from imaged import snapshots
-from imaged.census import Census
 from imaged.chunkstore.store import ChunkStore
+from imaged.collection.census import Census
 from imaged.config import Config
 from imaged.ids import ChunkId
 from scripts.debian import TAG, debian_layout

@@ -325,7 +325,7 @@ def export(settings: Settings, name: str, target: str) -> None:
     if target.endswith("/") or path.is_dir():
         from cli.run import open_image
         from fuse.imagemount import mount_image
-        from imaged.copy import copy_tree
+        from imaged.conversion.copy import copy_tree
 
         mounted = mount_image(settings.config, open_image(settings, name))
         with progress(settings) as line:

@@ -20,8 +20,8 @@ from cli.common import (
     warn,
 )
 from imaged import snapshots
-from imaged.census import Census
 from imaged.chunkstore.store import ChunkStore
+from imaged.collection.census import Census
 from imaged.errors import ChunkError, FormatError
 from imaged.snapshot import SnapshotRecord
 from imaged.snapshots import Ancestor, Snapshot

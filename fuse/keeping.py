@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from fuse.files import BlockFiles
+from imaged.chunkstore.lease import Lease
 from imaged.collection.holding import unsafe
-from imaged.collection.lease import Lease
 from imaged.errors import NotFoundError, PvisorError, StoreError
 from imaged.fetching.fetch import Fetcher
 from imaged.ids import ChunkId

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
+from imaged.chunkstore.offers import Offer
 from imaged.errors import PvisorError
 from imaged.fetching.upstream import HttpUpstream, RetryPolicy, UpstreamRefusedError
 from imaged.ids import ChunkId
-from imaged.offers import Offer
 from imaged.profile import ENTRY_LIMIT, RUN_BYTES
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The LMDB index of a store: the truth about which chunks exist and where their frames lie.
 
-Tables: chunks (id -> Location), packs (number -> PackRow), condemned (imaged/collection/condemned.py), and small ones
+Tables: chunks (id -> Location), packs (number -> PackRow), condemned (imaged/chunkstore/condemned.py), and small ones
 (imaged/chunkstore/refs.py, snapshotrefs.py, offers.py).
 A change is one durable transaction, made after the packs it speaks of are durable; so a killed process loses what it
 had not committed and nothing else. docs/formats/pack.md describes the values.

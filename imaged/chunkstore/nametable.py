@@ -75,7 +75,7 @@ class NameTable(Generic[R]):
 
     A copy of the table is kept in a file, so that `fsck --rebuild` can bring the names back without the index.
 
-    Who sets a name holds a lease (imaged/collection/lease.py), or put all that is below it while nothing collects.
+    Who sets a name holds a lease (imaged/chunkstore/lease.py), or put all that is below it while nothing collects.
     """
 
     TABLE: ClassVar[str]

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from imaged.chunkstore.index import COLLECTIONS, INDEX_NAME, Index, Location, PackRow
 from imaged.chunkstore.indexfile import LOCK_SUFFIX
+from imaged.chunkstore.lease import Leases
 from imaged.chunkstore.nametable import NameTable, R
 from imaged.chunkstore.pack import (
     PACK_HEADER_BYTES,
@@ -23,7 +24,6 @@ from imaged.chunkstore.refs import OriginTable, RefTable
 from imaged.chunkstore.salvage import Salvage, salvage
 from imaged.chunkstore.snapshotrefs import SnapshotTable
 from imaged.chunkstore.storelock import StoreLock
-from imaged.collection.lease import Leases
 from imaged.errors import ChunkError, FormatError, StoreError
 from imaged.faults import store_faults
 from imaged.frame import Frame

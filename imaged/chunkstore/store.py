@@ -9,17 +9,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
 
+from imaged.chunkstore.condemned import is_reliable, unreliable
 from imaged.chunkstore.index import INDEX_NAME, Index, Location, StoreUsage
 from imaged.chunkstore.indexfile import refuse_lost_index
+from imaged.chunkstore.lease import Lease, Leases, LeaseState
+from imaged.chunkstore.offers import OfferTable
 from imaged.chunkstore.pack import PACKS_DIRECTORY, PackReader
+from imaged.chunkstore.packranges import PackPlanner
 from imaged.chunkstore.refs import FillTable, MemoTable, OriginTable, ProfileTable, Ref, RefTable
 from imaged.chunkstore.snapshotrefs import SnapshotTable
 from imaged.chunkstore.storelock import StoreLock
+from imaged.chunkstore.uses import Uses
 from imaged.chunkstore.writer import COMMIT_S, Writer
-from imaged.collection.condemned import is_reliable, unreliable
-from imaged.collection.lease import Lease, Leases, LeaseState
 from imaged.collection.owned import OwnedTable
-from imaged.collection.uses import Uses
 from imaged.errors import (
     ChunkCorruptError,
     ChunkMissingError,
@@ -32,8 +34,6 @@ from imaged.errors import (
 from imaged.faults import store_faults
 from imaged.frame import CHUNK_LIMIT_BYTES, HEADER_BYTES, ZSTD_LEVEL, Frame, FrameHeader
 from imaged.ids import ChunkId
-from imaged.offers import OfferTable
-from imaged.serving.packranges import PackPlanner
 
 __all__ = ["ChunkStore", "Ref", "StoreUsage"]
 _LOOKUP_COUNT = 256
@@ -56,7 +56,7 @@ class ChunkStore:
     """
 
     namespace: str | None = None
-    """Whose view of a store this is (imaged/serving/tenant.py); None sees everything."""
+    """Whose view of a store this is (imaged/chunkstore/tenant.py); None sees everything."""
 
     def __init__(self, root: Path, lock: StoreLock, index: Index, *, readonly: bool, commit_s: float | None) -> None:
         """Use `open`."""

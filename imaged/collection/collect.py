@@ -1,6 +1,6 @@
 """Garbage collection: mark from the names, condemn the rest, forget what nobody relies on, then give the bytes back.
 
-It goes on while servers, node daemons, conversions and virtual machines use the store (imaged/collection/lease.py has
+It goes on while servers, node daemons, conversions and virtual machines use the store (imaged/chunkstore/lease.py has
 the argument), and a kill at any point leaves a sound store: marks are in memory only, a condemned chunk can be read and
 is put anew by who wants it, a chunk leaves the index before its bytes go, a moved one is durable in its new pack before
 the old one goes, and a layer memo goes before the chunks it promises. What a killed collection condemned is pardoned or
@@ -19,14 +19,15 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
+from imaged.chunkstore import condemned
+from imaged.chunkstore.condemned import NamesChangedError
 from imaged.chunkstore.index import Txn
+from imaged.chunkstore.lease import least_epoch
 from imaged.chunkstore.pack import PACKS_DIRECTORY, disk_bytes, pack_numbers
 from imaged.chunkstore.store import MIRROR_NAME, ChunkStore
 from imaged.chunkstore.storelock import CollectionLock
-from imaged.collection import condemned, owned
+from imaged.collection import owned
 from imaged.collection.compact import compact, cut_tails, give_back, remove_empty
-from imaged.collection.condemned import NamesChangedError
-from imaged.collection.lease import least_epoch
 from imaged.collection.marks import Marks
 from imaged.collection.roots import Roots
 from imaged.errors import NotFoundError, StoreFullError

@@ -1,7 +1,7 @@
 """A bound for what a store keeps of servers: chunks that were not used for longest go, and only those that a server
 gave and that no name promises to be here.
 
-An eviction is a small collection (`imaged.collection.condemned`): it is alone with the collection lock, it condemns
+An eviction is a small collection (`imaged.chunkstore.condemned`): it is alone with the collection lock, it condemns
 before it removes, and it removes nothing on which the holder of a lease may rely. So while something is converted,
 pulled whole or published on this store nothing is evicted, and what then does not fit is served without being kept. A
 chunk leaves the index before its bytes go; who finds it gone fetches it again. A kill leaves at most bytes in which no
@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from imaged.chunkstore import condemned
+from imaged.chunkstore.condemned import NamesChangedError
 from imaged.chunkstore.index import Index, Location
+from imaged.chunkstore.lease import least_epoch
 from imaged.chunkstore.pack import disk_bytes, pack_numbers
 from imaged.chunkstore.store import ChunkStore
 from imaged.chunkstore.storelock import CollectionLock
-from imaged.collection import compact, condemned, promised
-from imaged.collection.condemned import NamesChangedError
-from imaged.collection.lease import least_epoch
+from imaged.collection import compact, promised
 from imaged.collection.promised import Promised
 from imaged.errors import PvisorError, StoreError, StoreFullError
 from imaged.ids import ChunkId

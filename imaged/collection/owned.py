@@ -16,9 +16,9 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from imaged.chunkstore.condemned import begin
 from imaged.chunkstore.index import COLLECTIONS, Index, Txn
-from imaged.collection.condemned import begin
-from imaged.collection.lease import least_epoch
+from imaged.chunkstore.lease import least_epoch
 from imaged.collection.marks import Marks
 from imaged.errors import FormatError
 from imaged.ids import ChunkId

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
 
+from imaged.chunkstore.lease import Lease
 from imaged.chunkstore.store import ChunkStore
-from imaged.collection.lease import Lease
 
 LEAST_S = 15 * 60.0
 """What a client was told, or has uploaded, stays at least so long, and at most twice as long when nobody goes on."""

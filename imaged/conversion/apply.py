@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from imaged.conversion.layer import HardLink, Layer, LayerEntry, NodeEntry, Opaque, Whiteout
-from imaged.conversion.tree import Inode
+from imaged.erofs.tree import Inode
 from imaged.errors import LayerError
 
 PARENT_MODE = stat.S_IFDIR | 0o755

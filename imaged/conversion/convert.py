@@ -28,8 +28,8 @@ from imaged.conversion.hostdir import read_directory
 from imaged.conversion.ingest import read_layer
 from imaged.conversion.layer import Layer, NodeEntry
 from imaged.conversion.layerstream import LayerStream
-from imaged.conversion.layout import place
-from imaged.conversion.tree import Inode, walk
+from imaged.erofs.layout import place
+from imaged.erofs.tree import Inode, walk
 from imaged.erofs.writer import metadata_image
 from imaged.errors import ChunkError, FormatError
 from imaged.frame import ZSTD_DENSE_LEVEL

@@ -6,7 +6,7 @@ from zlib import crc32
 
 from imaged.blockbuilder import is_zero
 from imaged.chunks import ChunkWriter
-from imaged.conversion.tree import Inode
+from imaged.erofs.tree import Inode
 from imaged.errors import FormatError
 from imaged.extent import Extent
 from imaged.frame import CHUNK_LIMIT_BYTES

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from imaged.conversion.cutter import Cutter
 from imaged.conversion.layer import HardLink, Layer, LayerEntry, NodeEntry, check_inode, clean_path
-from imaged.conversion.tree import Inode
+from imaged.erofs.tree import Inode
 from imaged.errors import SourceError
 
 READ_BYTES = 1 << 20

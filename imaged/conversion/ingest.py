@@ -17,7 +17,7 @@ from imaged.conversion.layer import (
     marker,
 )
 from imaged.conversion.tar import HARD_LINK, Readable, TarEntry, TarReader
-from imaged.conversion.tree import Inode
+from imaged.erofs.tree import Inode
 from imaged.errors import LayerError
 
 

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import msgpack  # type: ignore[import-untyped]
 
-from imaged.conversion.tree import Inode
+from imaged.erofs.tree import Inode
 from imaged.errors import FormatError, LayerError
 from imaged.extent import Extent
 from imaged.frame import CHUNK_LIMIT_BYTES

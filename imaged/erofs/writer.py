@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from blake3 import blake3
 
-from imaged.conversion.layout import Placement
-from imaged.conversion.tree import Inode
 from imaged.erofs import format as erofs
 from imaged.erofs import xattrs
+from imaged.erofs.layout import Placement
+from imaged.erofs.tree import Inode
 from imaged.errors import FormatError, UnsupportedImageError
 from imaged.ids import BLOCK_BYTES
 

@@ -16,6 +16,7 @@ from imaged.fetching.fetchreader import FetchingReader
 from imaged.fetching.incoming import Incoming, Prefetch
 from imaged.fetching.keeper import Keeper, VerifiedFrame
 from imaged.fetching.lanes import SLOW_S, Flight, Lane, Mailbox
+from imaged.fetching.memory import ChunkMemory
 from imaged.fetching.neighbourhood import MOST_CHUNKS, Neighbourhood
 from imaged.fetching.routes import Routes
 from imaged.fetching.tally import Tally
@@ -24,7 +25,6 @@ from imaged.fetching.upstream import HttpUpstream, RetryPolicy
 from imaged.fetching.workers import Workers
 from imaged.frame import Frame
 from imaged.ids import ChunkId
-from imaged.memory import ChunkMemory
 
 if TYPE_CHECKING:
     from imaged.chunkstore.store import ChunkStore

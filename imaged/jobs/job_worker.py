@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from imaged.chunkstore.store import ChunkStore
+from imaged.chunkstore.tenant import tenant_view
 from imaged.collection.collect import collect
 from imaged.conversion.convert import convert
 from imaged.errors import PvisorError
 from imaged.ids import ChunkId
 from imaged.names import ImageName, SourceName
-from imaged.serving.tenant import tenant_view
 
 _INTERVAL_S = 0.2
 _WARNINGS = 1000

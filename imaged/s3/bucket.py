@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from imaged.chunkstore.index import Index, Location
-from imaged.collection.lease import Leases
+from imaged.chunkstore.lease import Leases
 from imaged.errors import BucketUnavailableError, ChunkUnreadableError, StoreError
 from imaged.frame import Frame
 from imaged.ids import ChunkId

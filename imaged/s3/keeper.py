@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 
-from imaged.collection.lease import Leases, least_epoch
+from imaged.chunkstore.lease import Leases, least_epoch
 from imaged.errors import PvisorError
 from imaged.s3.address import Patience
 from imaged.s3.serverlease import ServerLease, Wish

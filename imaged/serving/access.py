@@ -16,10 +16,10 @@ from typing import Protocol
 from aiohttp import web
 
 from imaged.chunkstore.store import ChunkStore
+from imaged.chunkstore.tenant import tenant_view
 from imaged.errors import PvisorError
 from imaged.frame import IMMUTABLE
 from imaged.ids import ChunkId
-from imaged.serving.tenant import tenant_view
 from imaged.serving.tokens import Scope, Token, TokenFile
 
 log = logging.getLogger(__name__)

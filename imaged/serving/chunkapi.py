@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from imaged.blocking import Blocking
 from imaged.chunkstore.store import ChunkStore
 from imaged.errors import (
     ChunkCorruptError,
@@ -27,6 +26,7 @@ from imaged.fetching.upstream import BATCH_LIMIT
 from imaged.frame import FRAME_TYPE, HEADER_BYTES, Codec, Frame, FrameHeader
 from imaged.ids import ChunkId
 from imaged.serving.access import ACCESS, view
+from imaged.serving.blocking import Blocking
 from imaged.serving.framestream import READ_GROUP, FrameStream, packed
 
 log = logging.getLogger(__name__)

@@ -27,11 +27,11 @@ from aiohttp.http import SERVER_SOFTWARE
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web import BaseRequest, Server, StreamResponse
 
+from imaged.chunkstore.packranges import PackPlanner, PackRanges
 from imaged.errors import FormatError, StoreError
 from imaged.frame import FRAME_TYPE
 from imaged.ids import ChunkId
 from imaged.serving.guard import Guard, Guarded
-from imaged.serving.packranges import PackPlanner, PackRanges
 from imaged.serving.rangesender import RangeSender
 from imaged.serving.requesthead import HEAD_LIMIT_BYTES, body_bytes, plain_headers
 from imaged.serving.traffic import OTHER, ROUTE, Traffic

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from imaged.blocking import Blocking
+from imaged.chunkstore.packranges import PackPlanner, PackRanges
 from imaged.chunkstore.store import ChunkStore
 from imaged.ids import ChunkId
 from imaged.serving.access import grant
+from imaged.serving.blocking import Blocking
 from imaged.serving.chunkprotocol import ChunkProtocol
-from imaged.serving.packranges import PackPlanner, PackRanges
 
 READ_GROUP = 16
 """Frames read in one go: at 64 KiB, a megabyte waits for a client that reads slowly, and one more is read ahead."""

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from imaged.chunkstore.tenant import ForeignNameError
 from imaged.errors import (
     ChunkError,
     FormatError,
@@ -28,7 +29,6 @@ from imaged.measure import IncompleteError
 from imaged.serving.access import AccessError, ForbiddenError, TooManyError, UnauthorizedError
 from imaged.serving.chunkapi import BadUploadError
 from imaged.serving.imageapi import SourceRefusedError
-from imaged.serving.tenant import ForeignNameError
 from imaged.serving.through import LoopError
 from imaged.serving.traffic import ROUTE
 

@@ -10,9 +10,9 @@ from typing import Any
 from aiohttp import web
 
 from imaged import catalog
-from imaged.blocking import Blocking
 from imaged.chunkstore.refs import Ref
 from imaged.chunkstore.store import ChunkStore
+from imaged.chunkstore.tenant import name_within, require_own
 from imaged.errors import ChunkError, ChunkMissingError, FormatError, NotFoundError, PvisorError
 from imaged.ids import ChunkId
 from imaged.jobs.job import Job
@@ -23,11 +23,11 @@ from imaged.oci.descriptor import Platform
 from imaged.reach import reachable
 from imaged.record import ImageRecord
 from imaged.serving.access import grant, view
+from imaged.serving.blocking import Blocking
 from imaged.serving.bootapi import DamagedError, answer, choice, is_known, known
 from imaged.serving.bootview import BootView, BootViews
 from imaged.serving.chunkapi import ChunkApi, parse_id, read_json
 from imaged.serving.jobapi import accepted
-from imaged.serving.tenant import name_within, require_own
 from imaged.serving.through import ThroughStore
 from imaged.signature import Signature
 

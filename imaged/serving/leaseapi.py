@@ -11,14 +11,14 @@ from typing import Any
 
 from aiohttp import web
 
-from imaged.blocking import Blocking
+from imaged.chunkstore.lease import KEEPS_LIMIT, LONGEST_TTL_S, LeaseState
 from imaged.chunkstore.store import ChunkStore
 from imaged.collection.holding import unsafe
-from imaged.collection.lease import KEEPS_LIMIT, LONGEST_TTL_S, LeaseState
 from imaged.collection.rollinglease import RollingLease
 from imaged.errors import FormatError, StoreError
 from imaged.ids import ChunkId
 from imaged.serving.access import grant, require, view
+from imaged.serving.blocking import Blocking
 from imaged.serving.chunkapi import read_json
 from imaged.serving.tokens import Scope
 

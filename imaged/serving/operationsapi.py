@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from imaged.blocking import Blocking
 from imaged.chunkstore.store import ChunkStore
 from imaged.errors import StoreError, StoreFullError, StoreReadOnlyError
+from imaged.serving.blocking import Blocking
 from imaged.serving.bootapi import choice
 from imaged.serving.httperrors import error_response
 from imaged.serving.metrics import CONTENT_TYPE, Metrics

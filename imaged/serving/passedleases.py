@@ -10,8 +10,8 @@ import logging
 import threading
 from collections.abc import Sequence
 
+from imaged.chunkstore.lease import KEEPS_LIMIT, LeaseState
 from imaged.chunkstore.store import ChunkStore
-from imaged.collection.lease import KEEPS_LIMIT, LeaseState
 from imaged.errors import NotFoundError, PvisorError
 from imaged.fetching.upstream import HttpUpstream
 from imaged.ids import ChunkId

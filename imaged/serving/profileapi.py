@@ -9,13 +9,13 @@ from aiohttp import web
 
 from imaged import catalog, snapshots
 from imaged.blockimage import BlockImage
-from imaged.blocking import Blocking
 from imaged.chunkstore.store import ChunkStore
 from imaged.errors import FormatError, NotFoundError
 from imaged.ids import ChunkId
 from imaged.profile import Profile
 from imaged.reach import belonging
 from imaged.serving.access import view
+from imaged.serving.blocking import Blocking
 from imaged.serving.chunkapi import read_ids
 from imaged.serving.denser import Denser
 from imaged.serving.through import ThroughStore
@@ -64,7 +64,7 @@ class ProfileApi:
             store.offer(ChunkId.parse(name), touched)
         if store.namespace is None:
             # What the next cold start fetches: worth the hardest compression, once. Not what a namespace holds, whose
-            # frames tell nothing of who else has them: imaged/serving/tenant.py.
+            # frames tell nothing of who else has them: imaged/chunkstore/tenant.py.
             whole = profiled.whole
             more = BlockImage.open(store, whole).chunk_ids() if whole is not None else ()
             self._denser.add([*more, *found.leaves, *found.chunks])

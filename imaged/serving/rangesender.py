@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Callable
 
-from imaged.serving.packranges import PackRanges
+from imaged.chunkstore.packranges import PackRanges
 
 log = logging.getLogger(__name__)
 _TURN_BYTES = 4 << 20

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from aiohttp import web
 
-from imaged.blocking import Blocking
 from imaged.chunkstore.store import MIRROR_NAME, ChunkStore
 from imaged.collection.eviction import Evictor
 from imaged.ids import ChunkId
@@ -20,6 +19,7 @@ from imaged.jobs.jobprocess import Workers
 from imaged.jobs.jobstore import DirectoryJobStore, JobStore
 from imaged.jobs.running import Jobs
 from imaged.serving.access import ACCESS, VIEWS, Access
+from imaged.serving.blocking import Blocking
 from imaged.serving.chunkapi import ChunkApi
 from imaged.serving.chunkprotocol import FastPath
 from imaged.serving.denser import Denser

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from imaged.blockformat import Leaf, Root
 from imaged.chunkstore.store import ChunkStore
+from imaged.chunkstore.tenant import tenant_view
 from imaged.errors import ChunkError, FormatError, PvisorError
 from imaged.ids import ChunkId
 from imaged.record import ImageRecord
-from imaged.serving.tenant import tenant_view
 from imaged.snapshot import SnapshotRecord
 
 _SEVERAL = -1

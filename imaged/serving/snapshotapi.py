@@ -9,19 +9,19 @@ from aiohttp import web
 
 from imaged import snapshots
 from imaged.blockimage import BlockImage, open_blob
-from imaged.blocking import Blocking
 from imaged.chunkstore.snapshotrefs import SnapshotRef
 from imaged.chunkstore.store import ChunkStore
+from imaged.chunkstore.tenant import require_own
 from imaged.errors import ChunkMissingError, FormatError, NameTakenError, NotFoundError
 from imaged.ids import ChunkId
 from imaged.measure import measure
 from imaged.names import snapshot_name
 from imaged.reach import reachable_snapshot
 from imaged.serving.access import grant, view
+from imaged.serving.blocking import Blocking
 from imaged.serving.bootapi import DamagedError, answer, choice, is_known, known
 from imaged.serving.bootview import BootView, snapshot_view
 from imaged.serving.chunkapi import ChunkApi, parse_id, read_json
-from imaged.serving.tenant import require_own
 from imaged.serving.through import ThroughStore
 from imaged.snapshot import STATE_LIMIT_BYTES, SnapshotRecord
 from imaged.snapshots import Snapshot

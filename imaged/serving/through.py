@@ -37,12 +37,12 @@ from imaged.errors import (
 from imaged.fetching.credentials import KNOWN, VARIABLE
 from imaged.fetching.download import Download
 from imaged.fetching.fetch import Fetcher
+from imaged.fetching.memory import ChunkMemory
 from imaged.fetching.tally import Tally
 from imaged.fetching.tiers import first, tiers
 from imaged.fetching.upstream import VIA, HttpUpstream, RetryPolicy
 from imaged.frame import Codec, Frame
 from imaged.ids import ChunkId
-from imaged.memory import ChunkMemory
 from imaged.names import ImageName, snapshot_name
 from imaged.serving.passedleases import PassedLeases
 from imaged.transfer.pull import pull_image

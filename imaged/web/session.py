@@ -20,11 +20,11 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from imaged.chunkstore.store import ChunkStore
+from imaged.chunkstore.tenant import tenant_view
 from imaged.errors import PvisorError
 from imaged.faults import store_faults
 from imaged.jobs.job import Job, Kind
 from imaged.serving.access import Access
-from imaged.serving.tenant import tenant_view
 from imaged.serving.tokens import Scope, Token, digest_of
 
 COOKIE = "pvisor_session"

@@ -13,13 +13,13 @@ from urllib.parse import quote, urlsplit
 from aiohttp import web
 
 from imaged import snapshots
-from imaged.blocking import Blocking
 from imaged.chunkstore.refs import Ref
 from imaged.chunkstore.snapshotrefs import SnapshotRef
 from imaged.chunkstore.store import ChunkStore
 from imaged.errors import PvisorError
 from imaged.jobs.job import Job, Kind
 from imaged.jobs.running import Jobs
+from imaged.serving.blocking import Blocking
 from imaged.serving.httperrors import STATUS
 from imaged.web import imagepages, jobpages, snapshotpages, storepage
 from imaged.web.figures import Known, Sharing

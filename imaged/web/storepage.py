@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from imaged.chunkstore.lease import LeaseState
 from imaged.chunkstore.store import StoreUsage
-from imaged.collection.lease import LeaseState
 from imaged.jobs.job import Job, State
 from imaged.web.frame import Page, empty, facts, heading, hidden, live_part, note, row, table, tiles
 from imaged.web.html import Child, Html, join, tag

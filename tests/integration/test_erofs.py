@@ -12,9 +12,9 @@ import pytest
 from fuse import linux
 from imaged.blockbuilder import write_blob
 from imaged.conversion.export import export_file
-from imaged.conversion.tree import Inode
 from imaged.erofs import reader
 from imaged.erofs.format import Superblock
+from imaged.erofs.tree import Inode
 from imaged.errors import FormatError, PvisorError
 from imaged.record import ImageRecord
 from tests.support import erofs, trees

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from imaged.chunkstore import appender, index, pack
+from imaged.chunkstore import appender, index, lease, pack
 from imaged.chunkstore.fsck import check
 from imaged.chunkstore.store import ChunkStore
 from imaged.collection import collect as collecting
-from imaged.collection import compact, lease
+from imaged.collection import compact
 from imaged.collection.collect import collect
 from imaged.conversion.convert import convert
 from imaged.errors import NotFoundError, StoreBusyError

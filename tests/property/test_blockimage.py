@@ -12,7 +12,7 @@ from imaged.blockbuilder import BlockImageBuilder, write_blob
 from imaged.blockformat import LEAF_BLOCKS, LEAF_LIMIT_BLOCKS, Leaf, Root, mergeable, pack_leaf
 from imaged.blockimage import BlockImage, read_blob
 from imaged.conversion.cutter import Cutter
-from imaged.conversion.tree import Inode
+from imaged.erofs.tree import Inode
 from imaged.errors import PvisorError
 from imaged.extent import Extent
 from imaged.ids import BLOCK_BYTES, ChunkId

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from imaged.conversion.tree import Inode
+from imaged.erofs.tree import Inode
 from tests.support import erofs, trees
 from tests.support.memory_store import MemoryStore
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from imaged.conversion.layer import Layer
 from imaged.conversion.tar import TarReader
-from imaged.conversion.tree import walk
+from imaged.erofs.tree import walk
 from imaged.errors import LayerError
 from imaged.ids import ChunkId
 from tests.support import tars

@@ -13,12 +13,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from imaged.chunkstore import condemned
 from imaged.chunkstore.fsck import check
+from imaged.chunkstore.lease import Lease
 from imaged.chunkstore.store import ChunkStore
 from imaged.collection import collect as collecting
-from imaged.collection import compact, condemned
+from imaged.collection import compact
 from imaged.collection.holding import unsafe
-from imaged.collection.lease import Lease
 from imaged.ids import ChunkId
 from imaged.reach import reachable
 from imaged.record import ImageRecord

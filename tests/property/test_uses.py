@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from imaged.chunkstore.index import INDEX_NAME, Index
-from imaged.collection.uses import Uses
+from imaged.chunkstore.uses import Uses
 from imaged.ids import ChunkId
 
 CHUNKS = [ChunkId.of(b"%d" % number) for number in range(12)]

@@ -12,9 +12,8 @@ from fuse import linux
 from imaged.blockbuilder import BlockImageBuilder
 from imaged.blockimage import BlockImage
 from imaged.chunks import ChunkReadWriter
-from imaged.conversion import layout
-from imaged.conversion.tree import Inode
-from imaged.erofs import writer
+from imaged.erofs import layout, writer
+from imaged.erofs.tree import Inode
 from imaged.ids import ChunkId
 
 

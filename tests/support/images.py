@@ -8,7 +8,7 @@ from imaged.conversion.apply import Tree
 from imaged.conversion.cutter import Cutter
 from imaged.conversion.ingest import read_layer
 from imaged.conversion.layer import Layer
-from imaged.conversion.tree import Inode
+from imaged.erofs.tree import Inode
 from tests.support.memory_store import MemoryStore
 from tests.support.trees import content as read_content
 

@@ -9,7 +9,7 @@ from imaged.chunks import ChunkWriter
 from imaged.chunkstore.refs import Ref
 from imaged.chunkstore.store import ChunkStore
 from imaged.conversion.layer import Layer, LayerEntry, NodeEntry
-from imaged.conversion.tree import Inode
+from imaged.erofs.tree import Inode
 from imaged.extent import Extent
 from imaged.ids import BLOCK_BYTES, ChunkId
 from imaged.record import ImageRecord

@@ -10,7 +10,7 @@ import struct
 from pathlib import Path
 
 from imaged.chunks import ChunkReadWriter, ChunkWriter
-from imaged.conversion.tree import Inode, walk
+from imaged.erofs.tree import Inode, walk
 from imaged.extent import Extent
 from imaged.ids import BLOCK_BYTES
 

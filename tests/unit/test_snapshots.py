@@ -10,7 +10,6 @@ import pytest
 
 from imaged import snapshots
 from imaged.blockimage import BlockImage
-from imaged.census import Census
 from imaged.chunkstore import index
 from imaged.chunkstore.fsck import check
 from imaged.chunkstore.index import INDEX_NAME
@@ -18,6 +17,7 @@ from imaged.chunkstore.pack import pack_path
 from imaged.chunkstore.refs import RefTable
 from imaged.chunkstore.snapshotrefs import SnapshotRef, SnapshotTable
 from imaged.chunkstore.store import ChunkStore
+from imaged.collection.census import Census
 from imaged.collection.collect import collect
 from imaged.errors import ChunkError, FormatError, InvalidNameError, NameTakenError, NotFoundError, StoreError
 from imaged.frame import HEADER_BYTES

@@ -201,7 +201,8 @@ def test_packs_that_hold_nothing_go_and_those_with_little_are_joined(
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from imaged.collection import compact, condemned, eviction
+from imaged.chunkstore import condemned
+from imaged.collection import compact, eviction
 from imaged.collection.eviction import Evictor
 from imaged.chunkstore.store import ChunkStore
 root, where, after = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])

@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from imaged.conversion.tree import Inode, walk
+from imaged.erofs.tree import Inode, walk
 from imaged.errors import LayerError
 from tests.support import tars
 from tests.support.images import build, content

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from imaged.conversion.cutter import CHUNK_MAX, PIECE_MAX, Cutter
-from imaged.conversion.tree import Inode
+from imaged.erofs.tree import Inode
 from imaged.errors import FormatError
 from imaged.extent import Extent
 from imaged.ids import BLOCK_BYTES, ChunkId

@@ -12,7 +12,7 @@ from imaged.conversion import hostdir
 from imaged.conversion.apply import Tree
 from imaged.conversion.convert import convert
 from imaged.conversion.cutter import Cutter
-from imaged.conversion.tree import Inode
+from imaged.erofs.tree import Inode
 from imaged.errors import SourceError
 from imaged.names import SourceName
 from tests.support import trees

@@ -6,7 +6,7 @@ import msgpack
 import pytest
 
 from imaged.conversion.layer import HardLink, Layer, NodeEntry, Opaque, Whiteout, chunk_ids, clean_path, marker
-from imaged.conversion.tree import Inode
+from imaged.erofs.tree import Inode
 from imaged.errors import FormatError, LayerError
 from imaged.extent import Extent
 from imaged.ids import ChunkId

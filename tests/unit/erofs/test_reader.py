@@ -7,10 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from imaged.blockbuilder import BlockImageBuilder
-from imaged.conversion import layout
-from imaged.conversion.tree import Inode, walk
 from imaged.erofs import format as erofs
-from imaged.erofs import reader, writer
+from imaged.erofs import layout, reader, writer
+from imaged.erofs.tree import Inode, walk
 from imaged.errors import FormatError
 from imaged.ids import BLOCK_BYTES
 from tests.support import trees

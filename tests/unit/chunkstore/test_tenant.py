@@ -12,6 +12,7 @@ from imaged import catalog
 from imaged.blockimage import BlockImage
 from imaged.chunkstore.refs import Ref
 from imaged.chunkstore.store import ChunkStore
+from imaged.chunkstore.tenant import ForeignNameError, TenantStore, name_within, tenant_view
 from imaged.collection.collect import collect
 from imaged.collection.owned import sweep
 from imaged.conversion.convert import convert
@@ -22,7 +23,6 @@ from imaged.measure import IncompleteError, measure
 from imaged.names import ImageName, SourceName
 from imaged.reach import reachable
 from imaged.serving.denser import densify
-from imaged.serving.tenant import ForeignNameError, TenantStore, name_within, tenant_view
 from tests.support.oci import make_tar, write_layout
 from tests.support.synthetic import Synthetic, add_image
 
@@ -64,7 +64,7 @@ def test_every_method_of_a_store_is_decided_on() -> None:
     inherited = {"lease", "keeping", "require_writable", "namespace"}  # of what the view has itself
     refused = {"open", "open_locked", "planner", "df", "is_direct", "probe", "bucket", "give_back"}
     refused |= {"give_back"}
-    assert public - own - inherited <= refused, "decide in imaged/serving/tenant.py what a namespace sees of it"
+    assert public - own - inherited <= refused, "decide in imaged/chunkstore/tenant.py what a namespace sees of it"
 
 
 def test_without_a_namespace_the_store_is_itself(store: ChunkStore) -> None:

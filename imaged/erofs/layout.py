@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from imaged.blockbuilder import BlockImageBuilder
-from imaged.conversion.tree import Inode, walk
 from imaged.erofs.format import HOLE
+from imaged.erofs.tree import Inode, walk
 from imaged.erofs.xattrs import encode as encode_xattrs
 from imaged.errors import FormatError, LayerError
 from imaged.extent import Extent

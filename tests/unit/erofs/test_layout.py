@@ -7,10 +7,9 @@ import pytest
 
 from imaged.blockbuilder import BlockImageBuilder
 from imaged.blockimage import BlockImage
-from imaged.conversion import layout
-from imaged.conversion.tree import Inode
-from imaged.erofs import writer
+from imaged.erofs import layout, writer
 from imaged.erofs.format import HOLE
+from imaged.erofs.tree import Inode
 from imaged.errors import FormatError, LayerError, UnsupportedImageError
 from imaged.extent import Extent
 from imaged.ids import BLOCK_BYTES, ChunkId

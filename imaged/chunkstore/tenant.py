@@ -21,12 +21,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from imaged.chunks import ChunkReader
+from imaged.chunkstore.lease import Leases, LeaseState
 from imaged.chunkstore.refs import MemoTable, ProfileTable, Ref, RefTable
 from imaged.chunkstore.snapshotrefs import SnapshotRef, SnapshotTable
 from imaged.chunkstore.store import ChunkStore
-from imaged.collection.lease import Leases, LeaseState
+from imaged.chunkstore.uses import Uses
 from imaged.collection.owned import PROFILES, row_key
-from imaged.collection.uses import Uses
 from imaged.errors import ChunkError, ChunkMissingError, FormatError, PvisorError
 from imaged.frame import CHUNK_LIMIT_BYTES, ZSTD_LEVEL, Frame
 from imaged.ids import ChunkId

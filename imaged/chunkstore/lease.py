@@ -10,7 +10,7 @@ the holder of a lease with an epoch relies. How it is kept:
 
  1. To rely on a chunk is to treat it as being here: not to put it, not to say that it is missing, to publish a name
     above it. Who relies holds a lease with epoch E from before the first time until the name is durable, and relies
-    only on chunks that are not condemned, or with a stamp of at least E (`imaged.collection.condemned.unreliable`). Any
+    only on chunks that are not condemned, or with a stamp of at least E (`imaged.chunkstore.condemned.unreliable`). Any
     other one it puts, and the commit takes the row out of `condemned` in the transaction that gives the chunk its new
     place.
  2. Rows with stamp n are written while the counter is n. So they are all there before a lease of a greater epoch
@@ -46,8 +46,8 @@ from types import TracebackType
 from typing import Self
 
 from imaged.chunkstore.index import Index
+from imaged.chunkstore.leaseformat import LeaseState, changing_line, first_line, is_lease_id, parse
 from imaged.chunkstore.pack import FALLOC_KEEP_SIZE, fallocate
-from imaged.collection.leaseformat import LeaseState, changing_line, first_line, is_lease_id, parse
 from imaged.errors import FormatError, NotFoundError
 from imaged.faults import store_faults
 from imaged.ids import ChunkId

@@ -3,7 +3,7 @@
 A row is a chunk id and its stamp, the value of the counter `collections` when the chunk was condemned. Who goes to rely
 on a chunk, which is to name it without having put it, asks `unreliable` with the epoch of a lease that it holds: a
 chunk whose stamp is below that is as good as gone. `remove` forgets only chunks with stamps below the epoch of every
-lease, so that a chunk on which somebody relies stays. imaged/collection/lease.py has the whole argument.
+lease, so that a chunk on which somebody relies stays. imaged/chunkstore/lease.py has the whole argument.
 
 What condemns and removes (a collection, the eviction of a cache) is alone with
 `imaged.chunkstore.storelock.CollectionLock`:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from imaged.chunkstore import condemned
 from imaged.chunkstore.fsck import check
+from imaged.chunkstore.lease import LEASES_DIRECTORY, LONGEST_TTL_S, Leases, least_epoch
+from imaged.chunkstore.leaseformat import first_line
 from imaged.chunkstore.store import ChunkStore
 from imaged.chunkstore.storelock import CollectionLock
-from imaged.collection import condemned
 from imaged.collection.collect import CollectReport, collect
 from imaged.collection.holding import unsafe
-from imaged.collection.lease import LEASES_DIRECTORY, LONGEST_TTL_S, Leases, least_epoch
-from imaged.collection.leaseformat import first_line
 from imaged.collection.rollinglease import LEAST_S, RollingLease
 from imaged.errors import ChunkMissingError, NotFoundError, StoreBusyError, StoreReadOnlyError
 from imaged.ids import ChunkId
