@@ -97,7 +97,8 @@ def gc(settings: Settings) -> None:
     from imaged.chunkstore.store import ChunkStore
     from imaged.collection.collect import collect
     from imaged.ids import ChunkId
-    from stage.kept.stages import StageInfo, Stages
+    from stage.kept.record import StageInfo
+    from stage.kept.stages import Stages
     from vmm.kept import kept_images, kept_snapshots
     from vmm.vms import Vms
 

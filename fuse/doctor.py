@@ -77,7 +77,8 @@ def _directory(name: str, path: Path) -> Check:
 
 
 def _server(url: str) -> Check:
-    from imaged.fetching.upstream import HttpUpstream, RetryPolicy
+    from imaged.fetching.retry import RetryPolicy
+    from imaged.fetching.upstream import HttpUpstream
 
     upstream = HttpUpstream(url, retry=RetryPolicy(total_s=2.0), timeout_s=5.0)
     try:

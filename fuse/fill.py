@@ -22,7 +22,7 @@ from imaged.blockimage import BlockImage
 from imaged.errors import PvisorError, StoreError, UpstreamError
 from imaged.fetching.download import Download
 from imaged.fetching.fetch import Fetcher, Tally
-from imaged.fetching.upstream import RetryPolicy
+from imaged.fetching.retry import RetryPolicy
 from imaged.frame import Frame
 from imaged.ids import ChunkId
 from imaged.reach import reachable

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 from imaged.chunkstore.offers import Offer
 from imaged.errors import PvisorError
-from imaged.fetching.upstream import HttpUpstream, RetryPolicy, UpstreamRefusedError
+from imaged.fetching.retry import RetryPolicy, UpstreamRefusedError
+from imaged.fetching.upstream import HttpUpstream
 from imaged.ids import ChunkId
 from imaged.profile import ENTRY_LIMIT, RUN_BYTES
 

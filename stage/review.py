@@ -19,7 +19,8 @@ from stage.edits.patch import FilePatch, patch
 from stage.edits.selection import PathLike, listed, relative, require_known, selected
 from stage.edits.visible import visible
 from stage.errors import StageError
-from stage.kept.stages import StageInfo, Stages
+from stage.kept.record import StageInfo
+from stage.kept.stages import Stages
 from stage.options import WORKSPACE
 
 Mount = Callable[[StageInfo], AbstractContextManager[Path]]

@@ -15,7 +15,9 @@ from stage.boundary.streams import Streams
 from stage.errors import StageMismatchError
 from stage.kept.cgroups import Limits
 from stage.kept.disposal import aside, at_once
-from stage.kept.stages import Stage, StageInfo, Stages
+from stage.kept.record import StageInfo
+from stage.kept.stagefiles import Stage
+from stage.kept.stages import Stages
 from stage.options import WORKSPACE, RunOptions
 
 

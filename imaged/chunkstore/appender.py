@@ -8,8 +8,9 @@ from collections.abc import Collection
 from contextlib import closing
 from pathlib import Path
 
-from imaged.chunkstore.index import FOREIGN_PACKS, Index, Location, PackRow
+from imaged.chunkstore.index import Index
 from imaged.chunkstore.pack import PACK_HEADER_BYTES, PACK_LIMIT_BYTES, PackWriter, pack_numbers, pack_path
+from imaged.chunkstore.rows import FOREIGN_PACKS, Location, PackRow
 from imaged.errors import StoreError
 from imaged.faults import store_faults
 from imaged.frame import Frame

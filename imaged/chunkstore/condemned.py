@@ -21,7 +21,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 
-from imaged.chunkstore.index import COLLECTIONS, NAMES, Index, Txn
+from imaged.chunkstore.environment import COLLECTIONS, NAMES, Txn
+from imaged.chunkstore.index import Index
 from imaged.errors import StoreError
 from imaged.ids import ChunkId
 

@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from imaged.chunkstore.index import INDEX_NAME, Index, Location, PackRow
+from imaged.chunkstore.environment import INDEX_NAME
+from imaged.chunkstore.index import Index
 from imaged.chunkstore.nametable import NameTable, R
 from imaged.chunkstore.pack import PackReader, pack_bytes, pack_numbers
 from imaged.chunkstore.rebuild import rebuild_index
+from imaged.chunkstore.rows import Location, PackRow
 from imaged.chunkstore.salvage import salvage
 from imaged.chunkstore.store import MIRROR_NAME, ChunkStore
 from imaged.chunkstore.storelock import CollectionLock

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
-from imaged.chunkstore.index import NAMES, Index, Txn
+from imaged.chunkstore.environment import NAMES, Txn
+from imaged.chunkstore.index import Index
 from imaged.errors import FormatError, InvalidNameError, NameMovedError
 from imaged.publish import published
 

@@ -12,8 +12,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from imaged.chunkstore.index import LOCATION, Index
+from imaged.chunkstore.index import Index
 from imaged.chunkstore.pack import PackFile, PackReader
+from imaged.chunkstore.rows import LOCATION
 from imaged.errors import StoreError
 from imaged.frame import HEADER, HEADER_BYTES, MAGIC
 from imaged.ids import ChunkId

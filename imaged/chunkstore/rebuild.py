@@ -7,7 +7,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
-from imaged.chunkstore.index import COLLECTIONS, INDEX_NAME, Index, Location, PackRow
+from imaged.chunkstore.environment import COLLECTIONS, INDEX_NAME
+from imaged.chunkstore.index import Index
 from imaged.chunkstore.indexfile import LOCK_SUFFIX
 from imaged.chunkstore.lease import Leases
 from imaged.chunkstore.nametable import NameTable, R
@@ -21,6 +22,7 @@ from imaged.chunkstore.pack import (
     scan,
 )
 from imaged.chunkstore.refs import OriginTable, RefTable
+from imaged.chunkstore.rows import Location, PackRow
 from imaged.chunkstore.salvage import Salvage, salvage
 from imaged.chunkstore.snapshotrefs import SnapshotTable
 from imaged.chunkstore.storelock import StoreLock

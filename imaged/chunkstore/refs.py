@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, Self
 
-from imaged.chunkstore.index import NAMES, Index, Txn
+from imaged.chunkstore.environment import NAMES, Txn
+from imaged.chunkstore.index import Index
 from imaged.chunkstore.nametable import NameTable, named, row_key
 from imaged.errors import FormatError
 from imaged.ids import ChunkId

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from imaged import submodule
-from imaged.chunkstore.index import Index, Location, PackRow
+from imaged.chunkstore.index import Index
 from imaged.chunkstore.refs import Ref
+from imaged.chunkstore.rows import Location, PackRow
 from imaged.chunkstore.snapshotrefs import SnapshotRef
 from imaged.errors import PvisorError, StoreError
 from imaged.faults import REBUILD_HINT

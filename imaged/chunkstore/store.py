@@ -10,13 +10,15 @@ from types import TracebackType
 from typing import Self, cast
 
 from imaged.chunkstore.condemned import is_reliable, unreliable
-from imaged.chunkstore.index import INDEX_NAME, Index, Location, StoreUsage
+from imaged.chunkstore.environment import INDEX_NAME
+from imaged.chunkstore.index import Index
 from imaged.chunkstore.indexfile import refuse_lost_index
 from imaged.chunkstore.lease import Lease, Leases, LeaseState
 from imaged.chunkstore.offers import OfferTable
 from imaged.chunkstore.pack import PACKS_DIRECTORY, PackReader
 from imaged.chunkstore.packranges import PackPlanner
 from imaged.chunkstore.refs import FillTable, MemoTable, OriginTable, ProfileTable, Ref, RefTable
+from imaged.chunkstore.rows import Location, StoreUsage
 from imaged.chunkstore.snapshotrefs import SnapshotTable
 from imaged.chunkstore.storelock import StoreLock
 from imaged.chunkstore.uses import Uses

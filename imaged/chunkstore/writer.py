@@ -9,7 +9,8 @@ import threading
 from pathlib import Path
 
 from imaged.chunkstore.appender import Appender
-from imaged.chunkstore.index import Index, Location
+from imaged.chunkstore.index import Index
+from imaged.chunkstore.rows import Location
 from imaged.errors import StoreError
 from imaged.frame import Frame
 from imaged.ids import ChunkId

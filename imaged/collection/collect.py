@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from imaged.chunkstore import condemned
 from imaged.chunkstore.condemned import NamesChangedError
-from imaged.chunkstore.index import Txn
+from imaged.chunkstore.environment import Txn
 from imaged.chunkstore.lease import least_epoch
 from imaged.chunkstore.pack import PACKS_DIRECTORY, disk_bytes, pack_numbers
 from imaged.chunkstore.store import MIRROR_NAME, ChunkStore

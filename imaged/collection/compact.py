@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from imaged.chunkstore.appender import Appender
-from imaged.chunkstore.index import LOCATION, Index, Location, PackRow
+from imaged.chunkstore.index import Index
 from imaged.chunkstore.pack import (
     PACK_HEADER_BYTES,
     PACKS_DIRECTORY,
@@ -29,6 +29,7 @@ from imaged.chunkstore.pack import (
     pack_path,
     punch,
 )
+from imaged.chunkstore.rows import LOCATION, Location, PackRow
 from imaged.errors import ChunkCorruptError, FormatError, StoreFullError
 from imaged.faults import store_faults
 from imaged.frame import HEADER_BYTES, Frame

@@ -23,9 +23,10 @@ from pathlib import Path
 
 from imaged.chunkstore import condemned
 from imaged.chunkstore.condemned import NamesChangedError
-from imaged.chunkstore.index import Index, Location
+from imaged.chunkstore.index import Index
 from imaged.chunkstore.lease import least_epoch
 from imaged.chunkstore.pack import disk_bytes, pack_numbers
+from imaged.chunkstore.rows import Location
 from imaged.chunkstore.store import ChunkStore
 from imaged.chunkstore.storelock import CollectionLock
 from imaged.collection import compact, promised

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from imaged.chunkstore.condemned import begin
-from imaged.chunkstore.index import COLLECTIONS, Index, Txn
+from imaged.chunkstore.environment import COLLECTIONS, Txn
+from imaged.chunkstore.index import Index
 from imaged.chunkstore.lease import least_epoch
 from imaged.collection.marks import Marks
 from imaged.errors import FormatError

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from imaged.blockformat import Root
 from imaged.blockimage import open_blob
-from imaged.chunkstore.index import NAMES
+from imaged.chunkstore.environment import NAMES
 from imaged.chunkstore.nametable import NameTable, R
 from imaged.chunkstore.store import ChunkStore
 from imaged.errors import ChunkError, FormatError

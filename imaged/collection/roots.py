@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from imaged.chunkstore.index import NAMES
+from imaged.chunkstore.environment import NAMES
 from imaged.chunkstore.refs import Ref
 from imaged.chunkstore.snapshotrefs import SnapshotRef
 from imaged.chunkstore.store import ChunkStore

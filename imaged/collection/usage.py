@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from imaged.blockformat import Leaf, Root
-from imaged.chunkstore.index import Index, Location
+from imaged.chunkstore.index import Index
+from imaged.chunkstore.rows import Location
 from imaged.chunkstore.store import ChunkStore
 from imaged.errors import ChunkCorruptError, ChunkMissingError, FormatError
 from imaged.ids import ChunkId

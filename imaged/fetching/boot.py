@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 from imaged.blockimage import open_blob
 from imaged.errors import ChunkCorruptError, InvalidNameError, PvisorError, SignatureError, UpstreamError
+from imaged.fetching.bootstream import BootStream
 from imaged.fetching.fetch import Fetcher, Tally
 from imaged.fetching.remote import RemoteImage
-from imaged.fetching.upstream import BootStream, HttpUpstream
+from imaged.fetching.upstream import HttpUpstream
 from imaged.frame import Codec, Frame
 from imaged.ids import ChunkId
 from imaged.names import ImageName

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from imaged.errors import ChunkCorruptError, ChunkMissingError, PvisorError, UpstreamError
-from imaged.fetching.httppool import Call
-from imaged.fetching.upstream import HttpUpstream, RetryPolicy, UpstreamRetryError, UpstreamWrongError
+from imaged.fetching.httpcall import Call
+from imaged.fetching.retry import RetryPolicy, UpstreamRetryError, UpstreamWrongError
+from imaged.fetching.upstream import HttpUpstream
 from imaged.frame import Codec, Frame
 from imaged.ids import ChunkId
 

@@ -18,10 +18,11 @@ from imaged.fetching.keeper import Keeper, VerifiedFrame
 from imaged.fetching.lanes import SLOW_S, Flight, Lane, Mailbox
 from imaged.fetching.memory import ChunkMemory
 from imaged.fetching.neighbourhood import MOST_CHUNKS, Neighbourhood
+from imaged.fetching.retry import RetryPolicy
 from imaged.fetching.routes import Routes
 from imaged.fetching.tally import Tally
 from imaged.fetching.trips import Trips
-from imaged.fetching.upstream import HttpUpstream, RetryPolicy
+from imaged.fetching.upstream import HttpUpstream
 from imaged.fetching.workers import Workers
 from imaged.frame import Frame
 from imaged.ids import ChunkId

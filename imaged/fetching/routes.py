@@ -11,9 +11,10 @@ import threading
 from collections.abc import Collection, Iterable, Sequence
 
 from imaged.fetching.download import Outcome
-from imaged.fetching.httppool import Call
+from imaged.fetching.httpcall import Call
 from imaged.fetching.link import Link
-from imaged.fetching.upstream import HttpUpstream, RetryPolicy
+from imaged.fetching.retry import RetryPolicy
+from imaged.fetching.upstream import HttpUpstream
 from imaged.ids import ChunkId
 
 

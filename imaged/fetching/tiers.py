@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from imaged.errors import NotFoundError, PvisorError, SignatureError, UpstreamError
-from imaged.fetching.upstream import HttpUpstream, RetryPolicy
+from imaged.fetching.retry import RetryPolicy
+from imaged.fetching.upstream import HttpUpstream
 
 log = logging.getLogger(__name__)
 SILENCE_S = 1.0

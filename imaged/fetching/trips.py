@@ -17,8 +17,9 @@ from imaged.errors import UpstreamError
 from imaged.fetching.download import Download
 from imaged.fetching.lanes import BATCH_LIMIT, SLOW_S, Flight, Lane, Trip
 from imaged.fetching.link import LEAST_HEDGE_S
+from imaged.fetching.retry import RetryPolicy
 from imaged.fetching.routes import Routes
-from imaged.fetching.upstream import HttpUpstream, RetryPolicy
+from imaged.fetching.upstream import HttpUpstream
 from imaged.fetching.workers import Workers
 from imaged.frame import Frame
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from imaged.chunkstore.index import Index, Location
+from imaged.chunkstore.index import Index
 from imaged.chunkstore.lease import Leases
+from imaged.chunkstore.rows import Location
 from imaged.errors import BucketUnavailableError, ChunkUnreadableError, StoreError
 from imaged.frame import Frame
 from imaged.ids import ChunkId

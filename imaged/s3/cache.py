@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from imaged.chunkstore.index import Index, Location
+from imaged.chunkstore.index import Index
 from imaged.chunkstore.pack import disk_bytes
+from imaged.chunkstore.rows import Location
 from imaged.ids import ChunkId
 from imaged.s3.packtable import PackTable, locations
 from imaged.s3.reading import Reading

@@ -6,9 +6,10 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from imaged.chunkstore.index import FOREIGN_PACKS, INDEX_NAME
+from imaged.chunkstore.environment import INDEX_NAME
 from imaged.chunkstore.indexfile import LOCK_SUFFIX
 from imaged.chunkstore.pack import PACKS_DIRECTORY, scan
+from imaged.chunkstore.rows import FOREIGN_PACKS
 from imaged.chunkstore.salvage import salvage
 from imaged.chunkstore.store import ChunkStore
 from imaged.chunkstore.storelock import StoreLock

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from imaged.chunkstore.appender import Appender
-from imaged.chunkstore.index import Location
 from imaged.chunkstore.pack import PACK_HEADER_BYTES
+from imaged.chunkstore.rows import Location
 from imaged.chunkstore.store import ChunkStore
 from imaged.chunkstore.storelock import CollectionLock
 from imaged.collection import owned

@@ -16,7 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from imaged.chunkstore.index import FOREIGN_PACKS, Index, Location
+from imaged.chunkstore.index import Index
+from imaged.chunkstore.rows import FOREIGN_PACKS, Location
 from imaged.errors import FormatError
 from imaged.faults import store_faults
 from imaged.ids import ChunkId

@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from imaged.chunkstore.index import Location
 from imaged.chunkstore.pack import PACK_HEADER_BYTES, pack_path, punch
+from imaged.chunkstore.rows import Location
 from imaged.errors import (
     BucketUnavailableError,
     ChunkCorruptError,

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from imaged.chunkstore.index import Index, Location
+from imaged.chunkstore.index import Index
+from imaged.chunkstore.rows import Location
 from imaged.chunkstore.store import ChunkStore
 from imaged.chunkstore.storelock import StoreLock
 from imaged.errors import ChunkCorruptError, ChunkMissingError, ChunkUnreadableError, StoreError

@@ -12,8 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from imaged.chunkstore.index import COLLECTIONS, Index, Location
+from imaged.chunkstore.environment import COLLECTIONS
+from imaged.chunkstore.index import Index
 from imaged.chunkstore.pack import PackWriter, pack_path
+from imaged.chunkstore.rows import Location
 from imaged.errors import FormatError, ObjectMissingError
 from imaged.ids import ChunkId
 from imaged.s3 import condemnedlist, packindex

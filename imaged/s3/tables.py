@@ -21,7 +21,8 @@ from urllib.parse import quote, unquote
 
 from blake3 import blake3
 
-from imaged.chunkstore.index import NAMES, Index, Txn
+from imaged.chunkstore.environment import NAMES, Txn
+from imaged.chunkstore.index import Index
 from imaged.errors import FormatError, NameMovedError, ObjectMissingError
 from imaged.ids import ChunkId
 from imaged.s3.names import (

@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
-from imaged.chunkstore.index import FOREIGN_PACKS, Index, Location, PackRow
+from imaged.chunkstore.index import Index
 from imaged.chunkstore.pack import PACK_HEADER_BYTES, PackWriter, pack_path
+from imaged.chunkstore.rows import FOREIGN_PACKS, Location, PackRow
 from imaged.errors import ChunkCorruptError, FormatError, StoreError
 from imaged.faults import store_faults
 from imaged.frame import HEADER_BYTES, Frame, FrameHeader

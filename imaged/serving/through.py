@@ -38,9 +38,11 @@ from imaged.fetching.credentials import KNOWN, VARIABLE
 from imaged.fetching.download import Download
 from imaged.fetching.fetch import Fetcher
 from imaged.fetching.memory import ChunkMemory
+from imaged.fetching.retry import RetryPolicy
+from imaged.fetching.serverconnection import VIA
 from imaged.fetching.tally import Tally
 from imaged.fetching.tiers import first, tiers
-from imaged.fetching.upstream import VIA, HttpUpstream, RetryPolicy
+from imaged.fetching.upstream import HttpUpstream
 from imaged.frame import Codec, Frame
 from imaged.ids import ChunkId
 from imaged.names import ImageName, snapshot_name

@@ -12,8 +12,9 @@ from imaged.chunks import ChunkReader
 from imaged.chunkstore.store import ChunkStore
 from imaged.config import Config, server_urls
 from imaged.errors import InvalidNameError, NotFoundError, SignatureError
+from imaged.fetching.retry import RetryPolicy
 from imaged.fetching.tiers import first, tiers
-from imaged.fetching.upstream import HttpUpstream, RetryPolicy
+from imaged.fetching.upstream import HttpUpstream
 from imaged.ids import ChunkId
 from imaged.names import ImageName, SourceName
 from imaged.progress import Progress

@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from imaged.errors import NotFoundError, PvisorError, UpstreamError
-from imaged.fetching.upstream import HttpUpstream, UpstreamIncompleteError
+from imaged.fetching.retry import UpstreamIncompleteError
+from imaged.fetching.upstream import HttpUpstream
 from imaged.ids import ChunkId
 
 TTL_S = 600.0

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from imaged.errors import PvisorError, UpstreamError
 from imaged.fetching.remote import Job
-from imaged.fetching.upstream import HttpUpstream, RetryPolicy
+from imaged.fetching.retry import RetryPolicy
+from imaged.fetching.upstream import HttpUpstream
 from imaged.ids import ChunkId
 from imaged.names import ImageName, SourceName
 from imaged.progress import Progress

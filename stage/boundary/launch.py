@@ -27,7 +27,7 @@ from stage.errors import StageBusyError, StageSetupError
 from stage.kept import cgroups
 from stage.kept.cgroups import Group, Limits
 from stage.kept.running import Init, handle
-from stage.kept.stages import Stage, joining
+from stage.kept.stagefiles import Stage, joining
 
 
 def run(

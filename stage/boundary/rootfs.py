@@ -18,7 +18,7 @@ from typing import NamedTuple
 from fuse import linux
 from stage.boundary.overlay import OVER_WORKSPACE, mount_overlay
 from stage.errors import StageSetupError
-from stage.kept.stages import Stage
+from stage.kept.stagefiles import Stage
 from stage.options import WORKSPACE
 
 _DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}

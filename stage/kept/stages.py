@@ -15,106 +15,29 @@ Temporary stages are named `.tmp-...`, which no user can ask for; one whose lock
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from imaged.errors import PvisorError
 from imaged.publish import sync_directory
 from stage.errors import StageBusyError, StageError, StageMismatchError, StageNotFoundError, StageSetupError
-from stage.kept import cgroups, record, running
+from stage.kept import cgroups, record, running, stagelock
 from stage.kept.disposal import Disposal, at_once
 from stage.kept.record import StageInfo
 from stage.kept.removal import remove_tree
 from stage.kept.running import Init
-
-__all__ = ["Init", "Stage", "StageFiles", "StageInfo", "Stages", "joining"]
+from stage.kept.stagefiles import Stage, StageFiles, synced
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _TEMPORARY = ".tmp-"
 _DIRECTORIES = ("work", "workspace-work")
-_END_S = 10.0
-"""How long a stage may take to end: its processes, and the command that waits for them."""
-_LET_GO_S = 2.0
 _POLL_S = 0.01
-_JOINED = "joined"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageFiles:
-    """Where the parts of a stage are; what is not there yet was not needed yet."""
-
-    path: Path
-
-    @property
-    def upper(self) -> Path:
-        return self.path / "upper"
-
-    @property
-    def work(self) -> Path:
-        return self.path / "work"
-
-    @property
-    def workspace_upper(self) -> Path:
-        return self.path / "workspace-upper"
-
-    @property
-    def workspace_work(self) -> Path:
-        return self.path / "workspace-work"
-
-    @property
-    def applied(self) -> Path:
-        """The ledger of what was applied to the workspace."""
-        return self.path / "apply"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage(StageFiles):
-    """A stage that this process holds; `lock_fd` is its flock. Made by `Stages`, which also lets go of it."""
-
-    info: StageInfo
-    lock_fd: int
-    temporary: bool = False
-
-    @property
-    def workspace(self) -> Path | None:
-        """The host directory that the stage shows at /workspace."""
-        return Path(self.info.workspace) if self.info.workspace is not None else None
-
-    @property
-    def hostname(self) -> str:
-        return "stage" if self.temporary else re.sub(r"[^A-Za-z0-9-]", "-", self.info.name)
-
-    @contextmanager
-    def joined(self) -> Iterator[int | None]:
-        """For the init of the stage: the lock that it must have alone before it ends. None where nobody can join."""
-        if self.temporary:
-            yield None
-            return
-        try:
-            fd = os.open(self.path / _JOINED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise StageSetupError(f"stage {self.path}: {error.strerror}", hint=_space_hint(error)) from error
-        try:
-            yield fd
-        finally:
-            os.close(fd)
-
-    def record_init(self, pid: int) -> None:
-        """Lets other commands find the running init; a temporary stage is nobody else's."""
-        if not self.temporary:
-            try:
-                running.record(self.path, pid)
-            except OSError as error:
-                raise StageSetupError(f"stage {self.path}: {error.strerror}", hint=_space_hint(error)) from error
 
 
 class Stages:
@@ -132,10 +55,10 @@ class Stages:
         """
         path = self._path(name)
         wanted = record.new(name, image, image_name, workspace)
-        lock_fd = self._hold(path, make=True)
+        lock_fd = stagelock.hold(path, make=True)
         new = not any((path / part).exists() for part in ("stage.json", "upper", "workspace-upper"))
         try:
-            _require_ended(path)
+            stagelock.require_ended(path)
             _end_apply(path)
             info = self._adopt(path, wanted)
             stage = Stage(path=path, info=info, lock_fd=lock_fd)
@@ -144,7 +67,7 @@ class Stages:
             finally:
                 from stage.kept.writes import sync
 
-                _sync(partial(sync, path))
+                synced(partial(sync, path))
         except BaseException:
             if new and not running.recorded(path):  # nothing ever ran in it
                 with contextlib.suppress(OSError, StageError):
@@ -153,7 +76,7 @@ class Stages:
         finally:
             if running.ended(path, 0):
                 running.forget(path)
-                _release(lock_fd)
+                stagelock.release(lock_fd)
             else:  # other commands run in it still: its init stays, and holds the lock
                 os.close(lock_fd)
 
@@ -164,8 +87,8 @@ class Stages:
         """A stage that is removed when the block ends, in the way of `disposal`; after a crash, by the next `sweep`."""
         name = f"{_TEMPORARY}{os.getpid()}-{os.urandom(4).hex()}"
         path = self.root / name
-        with self._exclusive():
-            lock_fd = self._lock(path, make=True)
+        with stagelock.exclusive(self.root):
+            lock_fd = stagelock.lock(path, make=True)
         try:
             for directory in _DIRECTORIES[: None if workspace is not None else 1]:
                 (path / directory).mkdir(0o755)
@@ -178,7 +101,7 @@ class Stages:
         try:
             self._remove(path)
         finally:
-            _release(lock_fd)
+            stagelock.release(lock_fd)
 
     def list(self) -> list[StageInfo]:
         """All retained stages by name, but damaged ones."""
@@ -223,23 +146,23 @@ class Stages:
 
     def end(self, name: str) -> None:
         """Kills what runs in the stage, and returns when it is free. Raises StageNotFoundError, StageBusyError."""
-        path, deadline = self._existing(name), time.monotonic() + _END_S
+        path, deadline = self._existing(name), time.monotonic() + stagelock.END_S
         while True:
             init = running.find(path)
             if init is not None:
                 running.end(init)
             try:
-                with self._exclusive():
-                    _release(self._lock(path, make=False))
-                _require_ended(path)
+                with stagelock.exclusive(self.root):
+                    stagelock.release(stagelock.lock(path, make=False))
+                stagelock.require_ended(path)
                 return
             except FileNotFoundError:
                 return
             except StageBusyError as error:
                 if time.monotonic() > deadline:
-                    who = ", ".join(f"process {pid}" for pid in _holders(path)) or "another process"
+                    who = ", ".join(f"process {pid}" for pid in stagelock.holders_of(path)) or "another process"
                     raise StageBusyError(
-                        f"stage {name!r} is still held by {who} {_END_S:.0f} s after its end",
+                        f"stage {name!r} is still held by {who} {stagelock.END_S:.0f} s after its end",
                         hint="look at that process, then try again",
                     ) from error
             time.sleep(_POLL_S)
@@ -248,19 +171,19 @@ class Stages:
         """Raises StageBusyError when a command has the stage, or something of one still runs; StageNotFoundError."""
         path = self._existing(name)
         with contextlib.suppress(FileNotFoundError):  # where no command ever was
-            _release(self._hold(path, make=False))
-        _require_ended(path)
+            stagelock.release(stagelock.hold(path, make=False))
+        stagelock.require_ended(path)
 
     def settle(self, name: str) -> bool:
         """Waits while a command that holds the stage starts or ends: then it can be joined, or used.
 
         False when neither came about in time. Raises StageNotFoundError.
         """
-        path, deadline = self._existing(name), time.monotonic() + _END_S
+        path, deadline = self._existing(name), time.monotonic() + stagelock.END_S
         while running.find(path) is None:
             try:
-                with self._exclusive():
-                    _release(self._lock(self._existing(name), make=True))
+                with stagelock.exclusive(self.root):
+                    stagelock.release(stagelock.lock(self._existing(name), make=True))
                 return True
             except StageBusyError:
                 if time.monotonic() > deadline:
@@ -277,12 +200,12 @@ class Stages:
         path = self._existing(name)
         trash = self.root / f"{_TEMPORARY}{os.getpid()}-{os.urandom(4).hex()}"
         try:
-            lock_fd = self._hold(path, make=True)
+            lock_fd = stagelock.hold(path, make=True)
         except StageBusyError as error:
             hint = f"end what runs in it first; `pvisor stage drop --force {name}` does both"
             raise StageBusyError(error.message, hint=hint) from error
         try:
-            _require_ended(path)
+            stagelock.require_ended(path)
             left = _end_apply(path)
             path.rename(trash)
             try:
@@ -294,7 +217,7 @@ class Stages:
                 raise
             self._remove(trash)
         finally:
-            _release(lock_fd)
+            stagelock.release(lock_fd)
 
     def sweep(self) -> int:
         """Removes what crashed commands left; returns how many stages that were.
@@ -307,8 +230,8 @@ class Stages:
         removed = 0
         for name in leftovers:
             try:
-                with self._exclusive():
-                    lock_fd = self._lock(self.root / name, make=False)
+                with stagelock.exclusive(self.root):
+                    lock_fd = stagelock.lock(self.root / name, make=False)
             except StageBusyError:
                 continue
             except FileNotFoundError:
@@ -331,7 +254,7 @@ class Stages:
             except (OSError, PvisorError) as error:
                 _tell_left(self.root / name, error)
             finally:
-                _release(lock_fd)
+                stagelock.release(lock_fd)
         return removed
 
     def _remove(self, path: Path) -> None:
@@ -342,7 +265,7 @@ class Stages:
                 remove_tree(child)
             elif child.name != "lock":
                 child.unlink(missing_ok=True)
-        with self._exclusive():
+        with stagelock.exclusive(self.root):
             (path / "lock").unlink(missing_ok=True)
             path.rmdir()
 
@@ -354,56 +277,6 @@ class Stages:
             )
         return self.root / name
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Held for the moment in which a directory exists whose own lock is not taken yet."""
-        try:
-            self.root.mkdir(0o700, parents=True, exist_ok=True)
-            fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError as error:
-            raise StageSetupError(f"stages directory {self.root}: {error.strerror}", hint=_space_hint(error)) from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(fd)
-
-    def _hold(self, path: Path, *, make: bool) -> int:
-        """The stage's lock. An init that is ending has it for a moment longer, so that is waited for, and nobody else
-        meanwhile."""
-        try:
-            with self._exclusive():
-                return self._lock(path, make=make)
-        except StageBusyError:
-            if running.find(path) is not None or not running.ended(path, _LET_GO_S):
-                raise
-        with self._exclusive():
-            return self._lock(path, make=make)
-
-    def _lock(self, path: Path, *, make: bool) -> int:
-        try:
-            if make:
-                path.mkdir(0o700, parents=True, exist_ok=True)
-            fd = os.open(path / "lock", os.O_RDWR | (os.O_CREAT if make else 0), 0o600)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise StageSetupError(f"stage {path}: {error.strerror}", hint=_space_hint(error)) from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(fd)
-            init = running.find(path)
-            who = f" by process {init.pid}" if init else ""
-            raise StageBusyError(
-                f"stage {path.name!r} is in use{who}",
-                hint=f"run a command in it with pvisor stage exec {path.name} -- CMD, or use another --stage",
-            ) from error
-        if os.fstat(fd).st_nlink == 0:
-            os.close(fd)
-            raise FileNotFoundError(path)
-        return fd
-
     def _adopt(self, path: Path, wanted: StageInfo) -> StageInfo:
         try:
             for directory in _DIRECTORIES:
@@ -414,7 +287,7 @@ class Stages:
                 sync_directory(self.root)
                 return info
         except OSError as error:
-            raise StageSetupError(f"stage {path}: {error.strerror}", hint=_space_hint(error)) from error
+            raise StageSetupError(f"stage {path}: {error.strerror}", hint=stagelock.space_hint(error)) from error
         info = record.load(path)
         self._check(info, wanted)
         if info.workspace is not None and not (path / "workspace-upper").exists():  # no start came as far as the mount
@@ -422,7 +295,7 @@ class Stages:
             try:
                 record.save(path, info)
             except OSError as error:
-                raise StageSetupError(f"stage {path}: {error.strerror}", hint=_space_hint(error)) from error
+                raise StageSetupError(f"stage {path}: {error.strerror}", hint=stagelock.space_hint(error)) from error
         return info
 
     @staticmethod
@@ -447,59 +320,6 @@ def _is_one_directory(one: str | None, other: str | None) -> bool:
         return False
 
 
-def _release(lock_fd: int) -> None:
-    """Unlocked, not only closed: a child that another thread is just forking has the descriptor too, for a moment."""
-    fcntl.flock(lock_fd, fcntl.LOCK_UN)
-    os.close(lock_fd)
-
-
-def _space_hint(error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "free space on the file system of PVISOR_HOME: `pvisor image rm` then `pvisor store gc`"
-    return "set PVISOR_HOME to a directory you can write"
-
-
-@contextmanager
-def joining(stage: Path, init: Init) -> Iterator[int]:
-    """Held by a command that joins what runs in the stage with this directory: until it lets go, init does not end of
-    itself. StageBusyError when it is ending already.
-
-    As at the end of `Stages.use`, what was written is on stable storage after the block.
-    """
-    try:
-        fd = os.open(stage / _JOINED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise StageSetupError(f"stage {stage}: {error.strerror}", hint=_space_hint(error)) from error
-    try:
-        if not _shared(fd) or running.find(stage) != init:  # an init that ends has the lock, or has just lost it
-            raise StageBusyError(f"stage {stage.name!r} is just ending", hint="run the command again")
-        try:
-            yield fd
-        finally:
-            from stage.kept.writes import sync_by
-
-            _sync(partial(sync_by, fd, stage))  # whether or not the stage was dropped meanwhile
-    finally:
-        os.close(fd)
-
-
-def _shared(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _require_ended(path: Path) -> None:
-    """For who has the lock of a stage: nothing of an earlier init writes there any more. StageBusyError."""
-    if not running.ended(path, _END_S):
-        raise StageBusyError(
-            f"stage {path.name!r} has processes that do not end",
-            hint="they wait for a disk or a server: look at the kernel's log",
-        )
-
-
 def _end_apply(path: Path) -> bool:
     """An apply that a crash cut off is undone or finished before anything else happens to its stage.
 
@@ -513,23 +333,7 @@ def _end_apply(path: Path) -> bool:
     return recover(files.applied)
 
 
-def _sync(sync: Callable[[], None]) -> None:
-    """The command has run, and its exit code is its own, also when the disk fails afterwards."""
-    try:
-        sync()
-    except StageError as error:
-        import logging
-
-        logging.getLogger(__name__).error("%s (%s)", error.message, error.hint)
-
-
 def _tell_left(path: Path, error: Exception) -> None:
     import logging  # not on the way of `pvisor run`
 
     logging.getLogger(__name__).warning("%s, left by an earlier command, can not be removed: %s", path, error)
-
-
-def _holders(path: Path) -> list[int]:
-    from imaged.chunkstore.storelock import holders
-
-    return holders((path / "lock").stat())

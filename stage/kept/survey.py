@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from stage.errors import StageNotFoundError
 from stage.kept import cgroups, running
 from stage.kept.cgroups import Limits
-from stage.kept.stages import StageInfo, Stages
+from stage.kept.record import StageInfo
+from stage.kept.stages import Stages
 from stage.kept.writes import written_bytes
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from imaged.chunkstore.store import ChunkStore
-from imaged.fetching.upstream import HttpUpstream, RetryPolicy
+from imaged.fetching.retry import RetryPolicy
+from imaged.fetching.upstream import HttpUpstream
 from tests.support.chunkserver import ChunkServer, chunk_server
 from tests.support.swift import S3Server, run_swift
 from tests.support.synthetic import Synthetic, add_image

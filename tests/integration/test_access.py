@@ -16,7 +16,8 @@ from imaged.blockimage import BlockImage
 from imaged.chunkstore.store import ChunkStore
 from imaged.errors import UpstreamError
 from imaged.fetching.credentials import KNOWN
-from imaged.fetching.upstream import HttpUpstream, RetryPolicy
+from imaged.fetching.retry import RetryPolicy
+from imaged.fetching.upstream import HttpUpstream
 from imaged.frame import HEADER_BYTES, Codec, Frame, FrameHeader
 from imaged.ids import ChunkId
 from imaged.reach import reachable

@@ -19,7 +19,8 @@ from imaged.chunkstore.fsck import check
 from imaged.chunkstore.store import ChunkStore
 from imaged.collection.collect import collect
 from imaged.errors import ChunkMissingError, NotFoundError, UpstreamError
-from imaged.fetching.upstream import HttpUpstream, RetryPolicy
+from imaged.fetching.retry import RetryPolicy
+from imaged.fetching.upstream import HttpUpstream
 from imaged.frame import Frame
 from imaged.ids import ChunkId
 from imaged.progress import NoProgress

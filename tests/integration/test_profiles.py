@@ -23,7 +23,8 @@ from imaged.blockimage import BlockImage
 from imaged.chunkstore.store import ChunkStore
 from imaged.config import Config
 from imaged.errors import NotFoundError, UpstreamError
-from imaged.fetching.upstream import HttpUpstream, RetryPolicy
+from imaged.fetching.retry import RetryPolicy
+from imaged.fetching.upstream import HttpUpstream
 from imaged.frame import HEADER_BYTES, Frame, FrameHeader
 from imaged.ids import ChunkId
 from imaged.profile import ENTRY_LIMIT, Profile

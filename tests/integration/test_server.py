@@ -20,7 +20,8 @@ from imaged.chunkstore.store import ChunkStore
 from imaged.errors import ChunkCorruptError, ChunkMissingError, NotFoundError, UpstreamError
 from imaged.fetching.fetch import Fetcher, Tally
 from imaged.fetching.remote import Job
-from imaged.fetching.upstream import HttpUpstream, RetryPolicy
+from imaged.fetching.retry import RetryPolicy
+from imaged.fetching.upstream import HttpUpstream
 from imaged.frame import HEADER_BYTES, Codec, Frame, FrameHeader
 from imaged.ids import ChunkId
 from imaged.reach import reachable

@@ -19,9 +19,11 @@ from imaged.blockimage import BlockImage
 from imaged.chunkstore.store import ChunkStore
 from imaged.config import Config
 from imaged.errors import InvalidNameError, PvisorError, UpstreamError
+from imaged.fetching.bootstream import BootStream
 from imaged.fetching.fetch import Fetcher, Tally
 from imaged.fetching.remote import Job, RemoteImage
-from imaged.fetching.upstream import BootStream, HttpUpstream, RetryPolicy
+from imaged.fetching.retry import RetryPolicy
+from imaged.fetching.upstream import HttpUpstream
 from imaged.frame import HEADER_BYTES, Codec, Frame, FrameHeader
 from imaged.ids import ChunkId
 from imaged.names import SourceName

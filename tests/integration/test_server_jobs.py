@@ -15,7 +15,8 @@ import pytest
 from imaged.chunkstore.store import ChunkStore
 from imaged.errors import NotFoundError, UpstreamError
 from imaged.fetching.remote import Job
-from imaged.fetching.upstream import HttpUpstream, RetryPolicy
+from imaged.fetching.retry import RetryPolicy
+from imaged.fetching.upstream import HttpUpstream
 from imaged.names import ImageName, SourceName
 from imaged.transfer.serverjob import ConvertedThere, convert_there
 from tests.support.chunkserver import ChunkServer, ask, chunk_server

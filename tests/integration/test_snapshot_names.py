@@ -17,7 +17,8 @@ from imaged.collection.collect import collect
 from imaged.config import Config
 from imaged.errors import FormatError, NameTakenError, UpstreamError
 from imaged.extent import Extent
-from imaged.fetching.upstream import HttpUpstream, RetryPolicy
+from imaged.fetching.retry import RetryPolicy
+from imaged.fetching.upstream import HttpUpstream
 from imaged.ids import BLOCK_BYTES, ChunkId
 from imaged.progress import NoProgress
 from imaged.reach import reachable_snapshot

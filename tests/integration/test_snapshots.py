@@ -21,7 +21,8 @@ from imaged.collection.collect import collect
 from imaged.config import Config
 from imaged.errors import ChunkCorruptError, ChunkMissingError, NotFoundError, UpstreamError
 from imaged.fetching.fetch import Fetcher, Tally
-from imaged.fetching.upstream import HttpUpstream, RetryPolicy
+from imaged.fetching.retry import RetryPolicy
+from imaged.fetching.upstream import HttpUpstream
 from imaged.frame import HEADER_BYTES, FrameHeader
 from imaged.ids import ChunkId
 from imaged.profile import Profile

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from stage.errors import ApplyConflictError, StageBusyError, StageError, StageNotFoundError
-from stage.kept.stages import StageInfo, Stages
+from stage.kept.record import StageInfo
+from stage.kept.stages import Stages
 from tests.integration.test_stage_apply import at, killed_at
 from tests.support import trees
 from tests.support.staged import Staged, content, staged

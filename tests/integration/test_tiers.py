@@ -24,8 +24,10 @@ from imaged.chunkstore.store import ChunkStore
 from imaged.config import Config
 from imaged.errors import ChunkCorruptError, NotFoundError
 from imaged.fetching.fetch import Fetcher, Tally
+from imaged.fetching.retry import RetryPolicy
+from imaged.fetching.serverconnection import VIA
 from imaged.fetching.tiers import first, tiers
-from imaged.fetching.upstream import VIA, HttpUpstream, RetryPolicy
+from imaged.fetching.upstream import HttpUpstream
 from imaged.ids import ChunkId
 from imaged.reach import reachable
 from imaged.serving.listening import accepting, base_url, listen

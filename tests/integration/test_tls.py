@@ -19,7 +19,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from imaged.chunkstore.store import ChunkStore
 from imaged.errors import PvisorError, UpstreamError
-from imaged.fetching.upstream import HttpUpstream, RetryPolicy
+from imaged.fetching.retry import RetryPolicy
+from imaged.fetching.upstream import HttpUpstream
 from imaged.serving.tls import ServerTls
 from tests.support.chunkserver import chunk_server
 from tests.support.synthetic import add_image

@@ -8,7 +8,8 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from imaged.chunkstore.index import INDEX_NAME, Index
+from imaged.chunkstore.environment import INDEX_NAME
+from imaged.chunkstore.index import Index
 from imaged.chunkstore.uses import Uses
 from imaged.ids import ChunkId
 

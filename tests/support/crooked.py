@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from imaged.fetching.upstream import RetryPolicy
+from imaged.fetching.retry import RetryPolicy
 from imaged.frame import Frame
 from imaged.ids import ChunkId
 

@@ -9,7 +9,8 @@ import pytest
 
 from imaged.chunkstore.store import ChunkStore
 from imaged.fetching.fetch import Fetcher
-from imaged.fetching.upstream import HttpUpstream, RetryPolicy
+from imaged.fetching.retry import RetryPolicy
+from imaged.fetching.upstream import HttpUpstream
 from tests.support.crooked import Crooked, Stall, crooked_server
 
 PATIENT = RetryPolicy(total_s=30.0, first_wait_s=0.01, longest_wait_s=0.05)

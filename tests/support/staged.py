@@ -12,7 +12,8 @@ from pathlib import Path
 from fuse import linux
 from stage.batch import Applied, apply_stage
 from stage.boundary.overlay import OVER_WORKSPACE, mount_overlay
-from stage.kept.stages import StageFiles, Stages
+from stage.kept.stagefiles import StageFiles
+from stage.kept.stages import Stages
 from tests.support import trees
 from tests.support.overlay import run
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from imaged.blockimage import BlockImage
-from imaged.chunkstore.index import TABLES
+from imaged.chunkstore.environment import TABLES
 from imaged.chunkstore.store import ChunkStore
 from imaged.errors import ChunkMissingError, FormatError, StoreReadOnlyError
 from imaged.ids import ChunkId
@@ -148,7 +148,7 @@ def test_a_damaged_row_is_made_anew(tmp_path: Path) -> None:
 
 def test_a_store_that_was_made_without_profiles_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("imaged.chunkstore.index.TABLES", tuple(name for name in TABLES if name != "profiles"))
+        patch.setattr("imaged.chunkstore.environment.TABLES", tuple(name for name in TABLES if name != "profiles"))
         with ChunkStore.open(tmp_path) as store:
             store.put(b"x" * 5000)
     with ChunkStore.open(tmp_path, readonly=True) as store:

@@ -10,9 +10,9 @@ import pytest
 
 from imaged import snapshots
 from imaged.blockimage import BlockImage
-from imaged.chunkstore import index
+from imaged.chunkstore import environment
+from imaged.chunkstore.environment import INDEX_NAME
 from imaged.chunkstore.fsck import check
-from imaged.chunkstore.index import INDEX_NAME
 from imaged.chunkstore.pack import pack_path
 from imaged.chunkstore.refs import RefTable
 from imaged.chunkstore.snapshotrefs import SnapshotRef, SnapshotTable
@@ -199,7 +199,7 @@ def test_a_damaged_row_can_be_removed_and_set(root: Path, parent: SnapshotRecord
 def test_a_store_of_an_earlier_version_opens(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no table of snapshots until somebody opens it for writing, and what it has stays as it is."""
     with monkeypatch.context() as earlier:
-        earlier.setattr(index, "TABLES", tuple(name for name in index.TABLES if name != "snapshots"))
+        earlier.setattr(environment, "TABLES", tuple(name for name in environment.TABLES if name != "snapshots"))
         with ChunkStore.open(root) as store:
             record = build_image(store, range(3))
             name_image(store, "box:1", record)

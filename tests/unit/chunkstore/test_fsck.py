@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from imaged.chunkstore.environment import INDEX_NAME
 from imaged.chunkstore.fsck import check
-from imaged.chunkstore.index import INDEX_NAME
 from imaged.chunkstore.pack import PACKS_DIRECTORY, pack_numbers, pack_path
 from imaged.chunkstore.refs import RefTable
 from imaged.chunkstore.store import ChunkStore

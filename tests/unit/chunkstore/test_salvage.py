@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from imaged.chunkstore.index import INDEX_NAME
+from imaged.chunkstore.environment import INDEX_NAME
 from imaged.chunkstore.salvage import salvage
 from imaged.chunkstore.store import ChunkStore
 from imaged.errors import StoreError

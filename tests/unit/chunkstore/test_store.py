@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from imaged.chunkstore import appender, pack
-from imaged.chunkstore.index import INDEX_NAME, Index, StoreUsage
+from imaged.chunkstore.environment import INDEX_NAME
+from imaged.chunkstore.index import Index
 from imaged.chunkstore.pack import pack_numbers, pack_path
 from imaged.chunkstore.refs import Ref, RefTable
+from imaged.chunkstore.rows import StoreUsage
 from imaged.chunkstore.store import ChunkStore
 from imaged.errors import (
     ChunkCorruptError,

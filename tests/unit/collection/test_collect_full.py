@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from imaged.chunkstore import pack
+from imaged.chunkstore.environment import Txn
 from imaged.chunkstore.fsck import check
-from imaged.chunkstore.index import Index, Txn
+from imaged.chunkstore.index import Index
 from imaged.chunkstore.store import ChunkStore
 from imaged.collection.collect import collect
 from imaged.errors import StoreFullError

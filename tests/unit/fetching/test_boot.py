@@ -19,7 +19,8 @@ from imaged.errors import FormatError, UpstreamError
 from imaged.extent import Extent
 from imaged.fetching.boot import Ahead, recall
 from imaged.fetching.fetch import Fetcher, Tally
-from imaged.fetching.upstream import HttpUpstream, RetryPolicy
+from imaged.fetching.retry import RetryPolicy
+from imaged.fetching.upstream import HttpUpstream
 from imaged.frame import Frame
 from imaged.ids import BLOCK_BYTES, ChunkId
 from imaged.profile import Profile
@@ -80,7 +81,7 @@ def fetcher(store: ChunkStore, server: Crooked) -> Iterator[Fetcher]:
 def test_frames_without_end_break_off_and_the_image_starts(
     fetcher: Fetcher, image: Synthetic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("imaged.fetching.upstream._FIRST_LIMIT_BYTES", 300_000)
+    monkeypatch.setattr("imaged.fetching.bootstream._FIRST_LIMIT_BYTES", 300_000)
     broke = threading.Event()
 
     def endless(connection: socket.socket) -> None:
@@ -104,7 +105,7 @@ def test_frames_without_end_break_off_and_the_image_starts(
 def test_an_answer_that_does_not_end_breaks_off_and_the_rest_comes_singly(
     fetcher: Fetcher, image: Synthetic, monkeypatch: pytest.MonkeyPatch, shape: str
 ) -> None:
-    monkeypatch.setattr("imaged.fetching.upstream._FIRST_LIMIT_S", 0.2)
+    monkeypatch.setattr("imaged.fetching.bootstream._FIRST_LIMIT_S", 0.2)
     go_on = threading.Event()
     frame = Frame.of(os.urandom(5000)).pack()
 

@@ -12,7 +12,8 @@ import pytest
 from imaged.chunkstore.store import ChunkStore
 from imaged.errors import ChunkCorruptError, ChunkMissingError, StoreFullError, UpstreamError
 from imaged.fetching.fetch import Fetcher, Tally
-from imaged.fetching.upstream import HttpUpstream, RetryPolicy
+from imaged.fetching.retry import RetryPolicy
+from imaged.fetching.upstream import HttpUpstream
 from imaged.frame import Codec, Frame
 from imaged.ids import ChunkId
 from tests.support.crooked import FAST, Crooked, corrupt, cut, drop, nonsense, refuse

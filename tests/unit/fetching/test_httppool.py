@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from imaged.errors import InvalidNameError
-from imaged.fetching.httppool import Call, ConnectionPool, HttpBrokenError
+from imaged.fetching.httpcall import Call, HttpBrokenError
+from imaged.fetching.httppool import ConnectionPool
 
 BODY = bytes(range(256)) * 40
 LENGTH = b"HTTP/1.1 200 OK\r\nContent-Length: 10240\r\nX-A: b: c\r\n\r\n" + BODY

@@ -16,7 +16,8 @@ from imaged.chunkstore.store import ChunkStore
 from imaged.collection.collect import collect
 from imaged.errors import StoreError, StoreFullError
 from imaged.fetching.fetch import Fetcher, Tally
-from imaged.fetching.upstream import HttpUpstream, RetryPolicy
+from imaged.fetching.retry import RetryPolicy
+from imaged.fetching.upstream import HttpUpstream
 from imaged.frame import Frame
 from imaged.ids import ChunkId
 from imaged.reach import reachable

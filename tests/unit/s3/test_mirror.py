@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from imaged.chunkstore.fsck import check
-from imaged.chunkstore.index import FOREIGN_PACKS
 from imaged.chunkstore.pack import disk_bytes, pack_path
 from imaged.chunkstore.refs import Ref
+from imaged.chunkstore.rows import FOREIGN_PACKS
 from imaged.chunkstore.snapshotrefs import SnapshotRef
 from imaged.chunkstore.store import ChunkStore
 from imaged.collection.collect import collect
