@@ -59,7 +59,7 @@ def convert(tar: Path, store: ChunkStore, cut: tuple[int, int]) -> Device:
     """A plain root file system, cut so."""
     cutter = Cutter(store, chunk_bytes=cut[0] << 10, piece_bytes=cut[1] << 10)
     with tar.open("rb") as stream:
-        layer = read_layer(stream, cutter, warn=lambda text: None)
+        layer = read_layer(stream, cutter)
     order = [entry.inode for entry in layer.entries if isinstance(entry, NodeEntry)]
     tree = Tree()
     tree.apply(layer)

@@ -84,7 +84,7 @@ def main() -> None:
             assert isinstance(reader, MirrorStore) and isinstance(reader.bucket.objects, S3Objects)
             for _ in range(options.n):
                 for way, (read, step) in WAYS.items():
-                    reader.give_back(1 << 40)
+                    reader.evict_copies(1 << 40)
                     before = reader.bucket.objects.requests
                     began = time.perf_counter()
                     read(reader, chunks[::step])

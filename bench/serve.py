@@ -3,6 +3,14 @@
 One file a chunk, and one file a batch, for nginx; both servers get the same paths or the same number of requests from
 wrk with kept connections, at 1, 16 and 128 clients, in turn. All bytes are in the page cache. CPU seconds are those of
 the server's processes, from /proc: per gigabyte they depend little on what else the machine does, throughput does.
+
+Two things besides the servers decide what a batch costs, so it is measured three ways.
+As written: the kernel caches a file in pieces about as large as it was written in, and passes on piece after piece. A
+pack is written a frame at a time, nginx's files here in one write each, so its pieces are the larger ones.
+Read again: all files have left the page cache and come back from the disk, as after a restart, in the pieces of its
+read-ahead.
+By ranges: a batch whose chunks lie scattered is, for nginx, one file in which they do not, which somebody would have to
+have written for just this batch. Here nginx gets the same 64 ranges of the same pack in one request (RFC 9110, 14.2).
 """
 
 from __future__ import annotations
@@ -57,6 +65,29 @@ def batches(chunks: list[ChunkId], order: str) -> list[list[ChunkId]]:
     if order == "scattered":
         chunks = random.Random(2).sample(chunks, len(chunks))
     return [chunks[start : start + BATCH] for start in range(0, len(chunks), BATCH)]
+
+
+def by_ranges(store: Path, root: Path, chunks: list[list[ChunkId]]) -> list[bytes]:
+    """Requests to nginx for these batches, from where they lie in the pack."""
+    (pack,) = (store / "packs").glob("*.pack")
+    os.link(pack, root / "files/pack")
+    requests = []
+    with ChunkStore.open(store, readonly=True) as opened:
+        for batch in chunks:
+            places = [place for place in opened.index.find_many(batch) if place is not None]
+            ranges = ",".join(f"{place.offset}-{place.offset + place.stored_bytes - 1}" for place in places)
+            requests.append(get("/pack", f"Range: bytes={ranges}\r\n"))
+    return requests
+
+
+def read_again(*directories: Path) -> None:
+    """Every file leaves the page cache, and is read from the disk."""
+    for path in (path for directory in directories for path in directory.rglob("*") if path.is_file()):
+        with path.open("rb", buffering=0) as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while file.read(1 << 20):
+                pass
 
 
 def write_files(store: Path, root: Path, chunks: list[ChunkId]) -> None:
@@ -182,26 +213,42 @@ def compare(scratch: Path, count: int, seconds: int, workers: int) -> dict[str, 
     write_files(store, root, chunks)
     order = random.Random(3).sample(chunks, len(chunks))
     single = RequestFile(scratch, "single", [get(f"/v1/chunks/{chunk}") for chunk in order])
-    kinds = {"single chunks": {"pvisor": single, "nginx": single}}
+    posts, gets = {}, {}
     for name in ("in order", "scattered"):
-        posts = [post("/v1/chunks/batch", b"".join(batch)) for batch in batches(chunks, name)]
-        gets = [get(f"/{name.replace(' ', '-')}/{number}") for number in range(len(posts))]
-        kinds[f"batches of {BATCH}, {name}"] = {
-            "pvisor": RequestFile(scratch, f"{name} pvisor", posts),
-            "nginx": RequestFile(scratch, f"{name} nginx", gets),
-        }
+        bodies = [b"".join(batch) for batch in batches(chunks, name)]
+        posts[name] = RequestFile(scratch, f"{name} pvisor", [post("/v1/chunks/batch", body) for body in bodies])
+        paths = [f"/{name.replace(' ', '-')}/{number}" for number in range(len(bodies))]
+        gets[name] = RequestFile(scratch, f"{name} nginx", [get(path) for path in paths])
+    ranges = RequestFile(scratch, "ranges", by_ranges(store, root, batches(chunks, "scattered")))
+    strict = {f"batches of {BATCH}, {name}": {"pvisor": posts[name], "nginx": gets[name]} for name in posts}
+    others = {
+        f"batches of {BATCH}, scattered, by ranges": {"pvisor": posts["scattered"], "nginx": ranges},
+        "single chunks": {"pvisor": single, "nginx": single},
+    }
     document: dict[str, Any] = {}
     with nginx(root, workers) as peer, served(store, scratch, workers) as ours:
         servers = {"pvisor": ours, "nginx": peer}
-        for kind, requests in kinds.items():
-            for clients in CLIENTS:
-                found = {name: Measured() for name in servers}
-                for _ in range(count):
-                    for name, server in servers.items():
-                        found[name].add(server, requests[name], clients, seconds)
-                title = f"{kind}, {clients} clients, {workers} workers, n = {count} runs of {seconds} s"
-                show(title, HEADER, [measured.row(name, found["nginx"]) for name, measured in found.items()])
-                document[f"{kind}, {clients} clients"] = {name: each.to_json() for name, each in found.items()}
+        for kind, requests in strict.items():
+            document |= measure(f"{kind}, as written", servers, requests, count, seconds, workers)
+        read_again(store / "packs", root / "files")
+        for kind, requests in (strict | others).items():
+            document |= measure(kind, servers, requests, count, seconds, workers)
+    return document
+
+
+def measure(
+    kind: str, servers: dict[str, Server], requests: dict[str, RequestFile], count: int, seconds: int, workers: int
+) -> dict[str, Any]:
+    """One kind of request, from few and from many clients."""
+    document: dict[str, Any] = {}
+    for clients in CLIENTS:
+        found = {name: Measured() for name in servers}
+        for _ in range(count):
+            for name, server in servers.items():
+                found[name].add(server, requests[name], clients, seconds)
+        title = f"{kind}, {clients} clients, {workers} workers, n = {count} runs of {seconds} s"
+        show(title, HEADER, [measured.row(name, found["nginx"]) for name, measured in found.items()])
+        document[f"{kind}, {clients} clients"] = {name: each.to_json() for name, each in found.items()}
     return document
 
 

@@ -44,7 +44,7 @@ class _Fast:
 
     def put(self, data: bytes, *, level: int = ZSTD_LEVEL) -> ChunkId:
         chunk = ChunkId.of(data)
-        self._appender.append(Frame(FrameHeader(chunk, Codec.RAW, len(data), len(data)), data))
+        self._appender.append([Frame(FrameHeader(chunk, Codec.RAW, len(data), len(data)), data)])
         self.count += 1
         if self.count % _COMMIT_COUNT == 0:
             self._appender.commit()

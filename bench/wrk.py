@@ -79,8 +79,8 @@ class RequestFile:
         )
 
 
-def get(path: str) -> bytes:
-    return f"GET {path} HTTP/1.1\r\nHost: bench\r\n\r\n".encode()
+def get(path: str, headers: str = "") -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: bench\r\n{headers}\r\n".encode()
 
 
 def post(path: str, body: bytes) -> bytes:

@@ -159,15 +159,6 @@ def store_directory(text: str, config: Config) -> Path:
     return mirror_directory(config, text)
 
 
-def remote_server(settings: Settings, server: str | None) -> str:
-    """The server that a command with --remote, or --server, means. click.UsageError with --store."""
-    from imaged.transfer.acquire import require_server
-
-    if settings.store is not None:
-        raise click.UsageError("--store is for what this host has: it goes with neither --remote nor --server")
-    return require_server(replace(settings, server=server or settings.server).config)
-
-
 def log_to_stderr(level: str = "ERROR") -> None:
     """Log messages on stderr; the first call decides which, and the hot path of `run` does without.
 
@@ -175,7 +166,11 @@ def log_to_stderr(level: str = "ERROR") -> None:
     """
     import logging
 
-    logging.basicConfig(format="pvisor: %(levelname)s: %(message)s", level=level)
+    from imaged.loglines import LineFormatter
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter("pvisor: %(levelname)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=level)
 
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if code not in (0x09, 0x0A)}

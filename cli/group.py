@@ -16,7 +16,7 @@ import click
 
 from cli import startup
 from cli.common import Settings, log_to_stderr, printable, writing
-from imaged.errors import PvisorError
+from imaged.errors import InvalidNameError, PvisorError
 
 # Command name -> module that defines it (imported only when it is called), and the line `pvisor --help` shows.
 COMMANDS = {
@@ -122,7 +122,7 @@ def run(arguments: list[str]) -> int:
         return 128 + signal.SIGPIPE
     except (PvisorError, OSError) as error:
         _give_up_output()
-        if verbose:
+        if verbose and not isinstance(error, InvalidNameError):  # which is no more than a wrong argument
             _show_traceback()
         report(_message(error), getattr(error, "hint", ""))
         return int(getattr(error, "exit_code", 1))

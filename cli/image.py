@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from cli.common import Settings, age, human_bytes, progress, remote_server, store_options, table, warn
+from cli.common import Settings, age, command_options, human_bytes, progress, store_options
+from cli.listing import Described, asking, here_or_remote, readable, show
 from imaged import catalog
-from imaged.chunkstore.store import ChunkStore
-from imaged.errors import ChunkError, FormatError, NotFoundError
+from imaged.chunkstore.store import ChunkStore, Ref
+from imaged.errors import FormatError, NotFoundError
 from imaged.names import ImageName
 from imaged.reach import Marker
 from imaged.record import ImageRecord
+
+_AGAIN = "`pvisor image verify {name}`, then pull or convert it again, or `pvisor image rm {name}`"
 
 
 @click.group(short_help="List, inspect, tag, remove, verify and export images.")
@@ -86,10 +88,8 @@ def count_present(store: ChunkStore, entry: catalog.Entry) -> int:
 
 
 @image.command("ls")
-@click.option("--remote", is_flag=True, help="The server's images instead.")
-@click.option("--server", metavar="URL", help="The images of this server: implies --remote.")
-@store_options
-def list_images(settings: Settings, remote: bool, server: str | None) -> None:
+@here_or_remote("images")
+def list_images(settings: Settings, at: str | None) -> None:
     """List images.
 
     SIZE is uncompressed file data, STORED what all chunks of the image take in a store. STATE is complete, or how much
@@ -100,31 +100,22 @@ def list_images(settings: Settings, remote: bool, server: str | None) -> None:
       pvisor image ls
       pvisor image ls --server http://store:7878
     """
-    if server is not None:
-        settings, remote = replace(settings, server=server), True
-    if remote and settings.store is not None:
-        raise click.UsageError("--store is for images of this host: it goes with neither --remote nor --server")
-    images = _remote_images(settings) if remote else _local_images(settings)
-
-    def text() -> str:
-        now = time.time()
-        rows = [
-            [
-                found["name"],
-                found["id"][:12],
-                age(now - found["created_at"]),
-                human_bytes(found["size"]),
-                human_bytes(found["stored_bytes"]),
-                _state(found),
-            ]
-            for found in images
-        ]
-        return table(["NAME", "ID", "AGE", "SIZE", "STORED", "STATE"], rows)
-
-    settings.emit(images, text)
+    found = _local_images(settings) if at is None else _remote_images(at)
+    show(settings, found, ["NAME", "ID", "AGE", "SIZE", "STORED", "STATE"], _row)
 
 
-def _state(found: dict[str, Any]) -> str:
+def _row(found: Described, now: float) -> list[str]:
+    return [
+        found["name"],
+        found["id"][:12],
+        age(now - found["created_at"]),
+        human_bytes(found["size"]),
+        human_bytes(found["stored_bytes"]),
+        _state(found),
+    ]
+
+
+def _state(found: Described) -> str:
     """How much of an image is here, in words: 100% only when it is all."""
     if not found["origin"]:
         return "complete"
@@ -135,25 +126,20 @@ def _state(found: dict[str, Any]) -> str:
 def _local_images(settings: Settings) -> list[dict[str, Any]]:
     if not settings.config.store.exists():
         return []
-    images = []
     with ChunkStore.open(settings.config.store, readonly=True) as store:
-        for name, ref in store.refs.items():
-            try:
-                entry = catalog.load(store, name, ref)
-                # Of a complete image nothing needs to be looked up.
-                present = count_present(store, entry) if ref.origin else ref.chunks
-                filling = store.fills.get(ref.record) is not None
-                images.append({**describe_entry(entry), "present_chunks": present, "filling": filling})
-            except (ChunkError, FormatError) as error:
-                again = f"`pvisor image verify {name}`, then pull or convert it again, or `pvisor image rm {name}`"
-                warn(f"{name} is left out: {error.message}; {again}")
-    return images
+
+        def described(name: str, ref: Ref) -> dict[str, Any]:
+            entry = catalog.load(store, name, ref)
+            # Of a complete image nothing needs to be looked up.
+            present = count_present(store, entry) if ref.origin else ref.chunks
+            filling = store.fills.get(ref.record) is not None
+            return {**describe_entry(entry), "present_chunks": present, "filling": filling}
+
+        return list(readable(store.refs.items(), described, _AGAIN))
 
 
-def _remote_images(settings: Settings) -> list[dict[str, Any]]:
-    from imaged.transfer.acquire import command_upstream, require_server
-
-    with command_upstream(require_server(settings.config)) as upstream:
+def _remote_images(at: str) -> list[dict[str, Any]]:
+    with asking(at) as upstream:
         return [
             describe(
                 found.name,
@@ -212,6 +198,28 @@ def tag(settings: Settings, name: str, new: str) -> None:
     settings.emit({"name": target, "id": str(ref.record)}, target)
 
 
+@image.command(short_help="Send an image of this host to the server.")
+@click.argument("name")
+@command_options
+def push(settings: Settings, name: str) -> None:
+    """Send an image to the server, where its full name and its signatures then are as here; only the chunks that the
+    server lacks go. A push that was cut off goes on where it was.
+
+    \b
+    Examples:
+      pvisor image push app:v1 --server http://store:7878
+    """
+    from imaged.transfer.acquire import command_upstream, require_server
+    from imaged.transfer.push import push_image
+
+    server = require_server(settings.config)
+    with ChunkStore.open(settings.config.store) as store, command_upstream(server) as upstream:
+        entry = catalog.find(store, name)
+        with progress(settings) as line:
+            push_image(store, upstream, entry, line)
+    settings.emit({"name": entry.name, "id": str(entry.ref.record)}, f"{entry.name}  {entry.ref.record}")
+
+
 @image.command(short_help="Sign an image, here and at a server.")
 @click.argument("name")
 @click.option(
@@ -251,11 +259,9 @@ def sign(settings: Settings, name: str, key_file: Path, server: str | None) -> N
 
 
 @image.command()
-@click.option("--remote", is_flag=True, help="The server's names instead.")
-@click.option("--server", metavar="URL", help="The names of this server: implies --remote.")
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
-@store_options
-def rm(settings: Settings, remote: bool, server: str | None, names: tuple[str, ...]) -> None:
+@here_or_remote("names")
+def rm(settings: Settings, names: tuple[str, ...], at: str | None) -> None:
     """Remove names. `pvisor store gc` then frees what no name and no stage keeps; at a server its next collection does.
 
     \b
@@ -263,10 +269,8 @@ def rm(settings: Settings, remote: bool, server: str | None, names: tuple[str, .
       pvisor image rm debian:12 app:v1
       pvisor image rm debian:12 --server http://store:7878
     """
-    if server is not None or remote:
-        from imaged.transfer.acquire import command_upstream
-
-        with command_upstream(remote_server(settings, server)) as upstream:
+    if at is not None:
+        with asking(at) as upstream:
             gone = [upstream.remove_image(name) for name in names]
         settings.emit({"removed": gone}, "\n".join(gone))
         return

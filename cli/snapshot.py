@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import click
 
-from cli.common import (
-    Settings,
-    age,
-    command_options,
-    human_bytes,
-    progress,
-    remote_server,
-    store_options,
-    table,
-    warn,
-)
+from cli.common import Settings, age, command_options, human_bytes, progress, store_options
+from cli.listing import Described, asking, here_or_remote, readable, show
 from imaged import snapshots
+from imaged.chunkstore.snapshotrefs import SnapshotRef
 from imaged.chunkstore.store import ChunkStore
 from imaged.collection.census import Census
-from imaged.errors import ChunkError, FormatError
 from imaged.snapshot import SnapshotRecord
 from imaged.snapshots import Ancestor, Snapshot
 from imaged.verify import verify_snapshot
 
 _NS = 1_000_000_000
+_AGAIN = "`pvisor snapshot verify {name}`, then pull it again, or `pvisor snapshot rm {name}`"
 
 
 @click.group(short_help="List, inspect, verify, remove, push and pull snapshots of VMs.")
@@ -82,10 +74,8 @@ def describe_local(store: ChunkStore, census: Census, found: Snapshot) -> dict[s
 
 
 @snapshot.command("ls")
-@click.option("--remote", is_flag=True, help="The server's snapshots instead.")
-@click.option("--server", metavar="URL", help="The snapshots of this server: implies --remote.")
-@store_options
-def list_snapshots(settings: Settings, remote: bool, server: str | None) -> None:
+@here_or_remote("snapshots")
+def list_snapshots(settings: Settings, at: str | None) -> None:
     """List snapshots.
 
     MEMORY and DISK are the machine's, DIRTY what was captured from the guest for this snapshot, uncompressed. STORED is
@@ -97,34 +87,25 @@ def list_snapshots(settings: Settings, remote: bool, server: str | None) -> None
       pvisor snapshot ls
       pvisor snapshot ls --server http://store:7878
     """
-    if server is not None:
-        settings, remote = replace(settings, server=server), True
-    if remote and settings.store is not None:
-        raise click.UsageError("--store is for snapshots of this host: it goes with neither --remote nor --server")
-    found = _remote_snapshots(settings) if remote else _local_snapshots(settings)
-
-    def text() -> str:
-        now = time.time()
-        rows = [
-            [
-                one["name"],
-                one["id"][:12],
-                age(now - one["created_ns"] / _NS),
-                one["vm"],
-                human_bytes(one["memory_bytes"]),
-                human_bytes(one["disk_bytes"]) if one["disk_bytes"] else "-",
-                human_bytes(one["dirty_bytes"]),
-                human_bytes(one["stored_bytes"]),
-                _state(one),
-            ]
-            for one in found
-        ]
-        return table(["NAME", "ID", "AGE", "VM", "MEMORY", "DISK", "DIRTY", "STORED", "STATE"], rows)
-
-    settings.emit(found, text)
+    found = _local_snapshots(settings) if at is None else _remote_snapshots(at)
+    show(settings, found, ["NAME", "ID", "AGE", "VM", "MEMORY", "DISK", "DIRTY", "STORED", "STATE"], _row)
 
 
-def _state(found: dict[str, Any]) -> str:
+def _row(found: Described, now: float) -> list[str]:
+    return [
+        found["name"],
+        found["id"][:12],
+        age(now - found["created_ns"] / _NS),
+        found["vm"],
+        human_bytes(found["memory_bytes"]),
+        human_bytes(found["disk_bytes"]) if found["disk_bytes"] else "-",
+        human_bytes(found["dirty_bytes"]),
+        human_bytes(found["stored_bytes"]),
+        _state(found),
+    ]
+
+
+def _state(found: Described) -> str:
     """How much is here, in words: 100% only when it is all."""
     if not found["origin"]:
         return "complete"
@@ -134,22 +115,17 @@ def _state(found: dict[str, Any]) -> str:
 def _local_snapshots(settings: Settings) -> list[dict[str, Any]]:
     if not settings.config.store.exists():
         return []
-    found = []
     with ChunkStore.open(settings.config.store, readonly=True) as store:
         census = Census(store)
-        for name, ref in store.snapshots.items():
-            try:
-                found.append(describe_local(store, census, snapshots.load(store, name, ref)))
-            except (ChunkError, FormatError) as error:
-                again = f"`pvisor snapshot verify {name}`, then pull it again, or `pvisor snapshot rm {name}`"
-                warn(f"{name} is left out: {error.message}; {again}")
-    return found
+
+        def described(name: str, ref: SnapshotRef) -> dict[str, Any]:
+            return describe_local(store, census, snapshots.load(store, name, ref))
+
+        return list(readable(store.snapshots.items(), described, _AGAIN))
 
 
-def _remote_snapshots(settings: Settings) -> list[dict[str, Any]]:
-    from imaged.transfer.acquire import command_upstream, require_server
-
-    with command_upstream(require_server(settings.config)) as upstream:
+def _remote_snapshots(at: str) -> list[dict[str, Any]]:
+    with asking(at) as upstream:
         return [
             describe(
                 found.name,
@@ -249,11 +225,9 @@ def _line(one: Ancestor) -> str:
 
 
 @snapshot.command()
-@click.option("--remote", is_flag=True, help="The server's names instead.")
-@click.option("--server", metavar="URL", help="The names of this server: implies --remote.")
 @click.argument("names", nargs=-1, required=True, metavar="SNAP...")
-@store_options
-def rm(settings: Settings, remote: bool, server: str | None, names: tuple[str, ...]) -> None:
+@here_or_remote("names")
+def rm(settings: Settings, names: tuple[str, ...], at: str | None) -> None:
     """Remove names. `pvisor store gc` then frees what no other snapshot, image, VM or stage keeps; at a server its next
     collection does.
 
@@ -264,15 +238,12 @@ def rm(settings: Settings, remote: bool, server: str | None, names: tuple[str, .
       pvisor snapshot rm ready
       pvisor snapshot rm ready --server http://store:7878
     """
-    if server is not None or remote:
-        from imaged.transfer.acquire import command_upstream
-
-        with command_upstream(remote_server(settings, server)) as upstream:
-            gone = [upstream.remove_snapshot(name) for name in names]
-        settings.emit({"removed": gone}, "\n".join(gone))
-        return
-    with ChunkStore.open(settings.config.store) as store:
-        removed = [snapshots.remove(store, name) for name in names]
+    if at is not None:
+        with asking(at) as upstream:
+            removed = [upstream.remove_snapshot(name) for name in names]
+    else:
+        with ChunkStore.open(settings.config.store) as store:
+            removed = [snapshots.remove(store, name) for name in names]
     settings.emit({"removed": removed}, "\n".join(removed))
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
 
-from cli.common import Settings, human_bytes, store_options, table, warn
+from cli.common import Settings, age, human_bytes, progress, store_options, table, warn
+from cli.listing import asking, here_or_remote
 from imaged.errors import PvisorError
 
 if TYPE_CHECKING:
+    from imaged.collection.lastcollection import LastCollection
     from imaged.collection.usage import ImageUsage
     from imaged.config import Config
     from stage.kept.stages import Stages
@@ -43,11 +46,13 @@ def df(settings: Settings, totals: bool) -> None:
       pvisor store df --totals --json
     """
     from imaged.chunkstore.store import ChunkStore
+    from imaged.collection import lastcollection
     from imaged.collection.eviction import noted_bound, used_bytes
     from imaged.collection.usage import image_usage
 
     with ChunkStore.open(settings.config.store, readonly=True) as opened:
         usage, disk_bytes, bound = opened.df(), used_bytes(opened.root), noted_bound(opened.index)
+        collected = lastcollection.noted(opened.index)
         images = [] if totals else image_usage(opened)
     of_bound = f" of {human_bytes(bound)} (--cache-max)" if bound is not None else ""
     settings.emit(
@@ -55,6 +60,7 @@ def df(settings: Settings, totals: bool) -> None:
             **asdict(usage),
             "disk_bytes": disk_bytes,
             "cache_max_bytes": bound,
+            "last_collection": None if collected is None else asdict(collected),
             **({} if totals else {"images": [asdict(one) for one in images]}),
         },
         lambda: "\n".join(
@@ -64,10 +70,16 @@ def df(settings: Settings, totals: bool) -> None:
                 f"stored   {human_bytes(usage.stored_bytes)}",
                 f"dead     {human_bytes(usage.dead_bytes)}",
                 f"on disk  {human_bytes(disk_bytes)}{of_bound}",
+                *([f"collected {_when(collected)}"] if collected is not None else []),
                 *(["", table(["NAME", "LIVE", "SHARED", "OWN"], _lines(images))] if images else []),
             ]
         ),
     )
+
+
+def _when(collected: LastCollection) -> str:
+    shown = age(time.time() - collected.ended_at)
+    return f"{'just now' if shown == 'now' else f'{shown} ago'}, {human_bytes(collected.freed_bytes)} freed"
 
 
 def _lines(images: Sequence[ImageUsage]) -> list[list[str]]:
@@ -83,17 +95,22 @@ def _lines(images: Sequence[ImageUsage]) -> list[list[str]]:
 
 
 @store.command(short_help="Remove what nothing keeps alive.")
-@store_options
-def gc(settings: Settings) -> None:
+@here_or_remote("store")
+def gc(settings: Settings, at: str | None) -> None:
     """Remove what no name of an image or snapshot, no stage, no VM, and nothing that is being made or used keeps alive.
 
-    The server, the node daemon, conversions and VMs go on meanwhile.
+    The server, the node daemon, conversions and VMs go on meanwhile. With --server that server does it, on its
+    own store.
 
     \b
     Examples:
       pvisor store gc
       pvisor store gc --store /srv/pvisor
+      pvisor store gc --server http://store:7878
     """
+    if at is not None:
+        _collect_there(settings, at)
+        return
     from imaged.chunkstore.store import ChunkStore
     from imaged.collection.collect import collect
     from imaged.ids import ChunkId
@@ -156,6 +173,15 @@ def gc(settings: Settings) -> None:
         },
         text,
     )
+
+
+def _collect_there(settings: Settings, at: str) -> None:
+    from imaged.transfer.serverjob import collect_there
+
+    with asking(at) as upstream, progress(settings) as line:
+        report = collect_there(upstream, line)
+    freed, removed = report.get("freed_bytes", 0), report.get("removed_chunks", 0)
+    settings.emit(report, f"{removed} chunks removed, {human_bytes(freed)} freed")
 
 
 def _require_known(stages: Stages) -> None:

@@ -73,7 +73,7 @@ def list_tokens(settings: Settings, file: str) -> None:
     Example:
       pvisor token ls --file /etc/pvisor/tokens
     """
-    held, _ = read_tokens(Path(file))
+    held = read_tokens(Path(file))
     rows = [[one.id, str(one.scope), one.namespace or "-", one.created, one.label] for one in held.tokens]
     settings.emit(
         [describe(one) for one in held.tokens], lambda: table(["ID", "SCOPE", "NAMESPACE", "CREATED", "LABEL"], rows)

@@ -17,6 +17,7 @@ from fuse import blockoperations, rundir
 from imaged.config import Config
 from imaged.errors import PvisorError
 from imaged.fetching.credentials import KNOWN, VARIABLE
+from imaged.loglines import LineFormatter
 
 log = logging.getLogger(__name__)
 _LOG_BYTES = 4 << 20
@@ -58,7 +59,7 @@ def _lock_pid(config: Config) -> None:
 
 def _log_to(path: Path) -> None:
     handler = RotatingFileHandler(path, maxBytes=_LOG_BYTES, backupCount=1, delay=True)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s"))
+    handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     faulthandler.enable()
 

@@ -87,4 +87,4 @@ def _server(url: str) -> Check:
         return Check("server", False, error.message, error.hint)
     finally:
         upstream.close()
-    return Check("server", True, f"{url} has {count} images")
+    return Check("server", True, f"{url} has {count} {'image' if count == 1 else 'images'}")

@@ -12,10 +12,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import islice
 from typing import Any
 
 from imaged.blockimage import BlockImage
@@ -27,6 +26,7 @@ from imaged.frame import Frame
 from imaged.ids import ChunkId
 from imaged.reach import reachable
 from imaged.record import ImageRecord
+from imaged.slices import slices
 
 log = logging.getLogger(__name__)
 DEFAULT_BYTES_PER_S = 8 << 20
@@ -219,7 +219,7 @@ class Filler:
         for root in (record.metadata, record.data):
             self._bring(fill, record, BlockImage.open(self._store, root).leaf_ids())
         chunks, absent = 0, list[ChunkId]()
-        for some in _slices(reachable(self._store, fill.image), _LOOK_UP):
+        for some in slices(reachable(self._store, fill.image), _LOOK_UP):
             chunks += len(some)
             absent += self._store.missing(some)
         fill.chunks, fill.present_chunks = chunks, chunks - len(absent)
@@ -239,7 +239,7 @@ class Filler:
         with self._store.lease(f"completing {fill.name}"):
             absent = [
                 chunk
-                for some in _slices(reachable(self._store, fill.image), _LOOK_UP)
+                for some in slices(reachable(self._store, fill.image), _LOOK_UP)
                 for chunk in self._store.missing(some)
             ]
             if not absent:
@@ -250,7 +250,7 @@ class Filler:
     def _bring(self, fill: Fill, record: ImageRecord, chunks: Iterable[ChunkId]) -> None:
         """Those that are not here. What a server that answers does not have is left to the end."""
         lacking: PvisorError | None = None
-        for some in _slices(iter(chunks), _GROUP):
+        for some in slices(chunks, _GROUP):
             absent = self._store.missing(some)
             fill.present_chunks += len(some) - len(absent)
             if absent:
@@ -317,8 +317,3 @@ class Filler:
         if isinstance(error, UpstreamError):
             raise error
         return error
-
-
-def _slices(items: Iterator[ChunkId], count: int) -> Iterator[list[ChunkId]]:
-    while some := list(islice(items, count)):
-        yield some

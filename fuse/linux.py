@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 from fuse.errors import MountError
@@ -13,7 +14,7 @@ from fuse.errors import MountError
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 0x1, 0x2, 0x4, 0x8, 0x20
 MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE, MS_SLAVE = 0x1000, 0x2000, 0x4000, 0x40000, 0x80000
 MNT_DETACH, MNT_EXPIRE, UMOUNT_NOFOLLOW = 0x2, 0x4, 0x8
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
+CLONE_FS, CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x200, 0x20000, 0x4000000, 0x8000000
 CLONE_NEWPID, CLONE_NEWNET, CLONE_NEWCGROUP = 0x20000000, 0x40000000, 0x2000000
 PR_SET_PDEATHSIG = 1
 _SYS_PIVOT_ROOT = 155
@@ -129,6 +130,20 @@ def limit_capabilities(keep: frozenset[int], last: int) -> None:
     _check(_libc.capget(header, sets), "read capabilities")
     sets[2] = sets[5] = 0
     _check(_libc.capset(header, sets), "set capabilities")
+
+
+_SYS_SETGROUPS, _SYS_SETRESUID, _SYS_SETRESGID = 116, 117, 119
+_set_ids = _libc["syscall"]
+_set_ids.argtypes = [ctypes.c_long, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint]
+_set_groups = _libc["syscall"]
+_set_groups.argtypes = [ctypes.c_long, ctypes.c_size_t, ctypes.c_void_p]
+
+
+def set_user(uid: int, gid: int, groups: Sequence[int]) -> None:
+    """setgroups(2), setresgid(2), setresuid(2) of the calling thread alone; the C library does it for all of them."""
+    _check(_set_groups(_SYS_SETGROUPS, len(groups), (ctypes.c_uint32 * len(groups))(*groups)), "set groups")
+    _check(_set_ids(_SYS_SETRESGID, gid, gid, gid), f"set group {gid}")
+    _check(_set_ids(_SYS_SETRESUID, uid, uid, uid), f"set user {uid}")
 
 
 _SYS_OPENAT2 = 437

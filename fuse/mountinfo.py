@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+_OURS = Path("/proc/self/mountinfo")
+
 
 @dataclass(frozen=True, slots=True)
 class MountPoint:
@@ -23,7 +25,7 @@ class MountPoint:
 def mount_points() -> list[MountPoint]:
     """In the order they were made, so that what hides another comes later."""
     found = []
-    with open("/proc/self/mountinfo", "rb") as file:
+    with open(_OURS, "rb") as file:
         for line in file:
             head, _, tail = line.partition(b" - ")
             fstype, source = tail.split(b" ")[:2]
@@ -33,6 +35,19 @@ def mount_points() -> list[MountPoint]:
             path = Path(os.fsdecode(_unescape(fields[4])))
             found.append(MountPoint(int(fields[0]), device, path, fstype.decode(), os.fsdecode(_unescape(source))))
     return found
+
+
+def device_on(path: Path) -> int:
+    """The device of what is mounted on just this path, on top; 0 when nothing is. What is mounted is not asked, and the
+    other mounts, of which a host may have thousands, are passed over."""
+    wanted, device = os.fsencode(path), 0
+    with open(_OURS, "rb") as file:
+        for line in file:
+            fields = line.split(b" ", 5)
+            if fields[4] == wanted or (b"\\" in fields[4] and _unescape(fields[4]) == wanted):
+                major, _, minor = fields[2].partition(b":")
+                device = os.makedev(int(major), int(minor))
+    return device
 
 
 def mount_at(path: Path) -> MountPoint | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from imaged.record import ImageRecord
 from imaged.signature import Signature, Trust
 from imaged.transfer.acquire import COMMAND_RETRY
 from imaged.transfer.pull import Pulled, pull_image
+from imaged.turns import Turns
 
 log = logging.getLogger(__name__)
 _ANY = Trust()
@@ -45,6 +47,7 @@ class _Found(NamedTuple):
     lacking: bool
     full_name: str = ""
     signatures: tuple[Signature, ...] = ()
+    published: Future[None] | None = None
 
 
 class _Seen(IntEnum):
@@ -71,7 +74,7 @@ class Opener:
         self._files = files
         self._lock = threading.Lock()
         self._pulled: dict[str, _Found] = {}
-        self._turns: dict[str, tuple[threading.Lock, int]] = {}
+        self._turns = Turns()
         self._seen: dict[ChunkId, _Seen] = {}
         self._asked = False
         self._metadata = MetadataFiles(config.metadata, spare=rundir.metadata_path(config))
@@ -89,7 +92,7 @@ class Opener:
         up soon, as in `pull`; not so when bytes of an image that is known are read.
         NotFoundError, UpstreamError, SignatureError, StoreError, ChunkError, FormatError.
         """
-        with self._turn(name), _started() as ahead:
+        with self._turns.take(name), _started() as ahead:
             found = self._find(name, trust)
             if found is not None:
                 return self._open(found, ahead, start)
@@ -144,11 +147,11 @@ class Opener:
 
         On return the name is set. Somebody waits at a terminal: a server that does not answer is given up soon.
         """
-        with self._turn(name), _started() as ahead:
+        with self._turns.take(name), _started() as ahead:
             tally = Tally()
             found = self._pull(name, server, tally, ahead, trust)
             self._ready(found, tally, None)
-        self._fetcher.drain()
+        self._fetcher.drain(found.published)
         counts = tally.to_dict()
         costs = {key: counts[key] for key in ("requests", "fetched_chunks", "fetched_bytes")}
         return {"id": str(found.id), "name": found.full_name or str(found.id), **costs}
@@ -237,7 +240,7 @@ class Opener:
         awake = [one for one in servers[:-1] if not link(one).is_resting]
         pulled = first([*awake, servers[-1]], attempt)
         asked = name if ChunkId.is_id(name) else str(ImageName.parse(name))
-        found = _Found(pulled.id, asked, pulled.record, True, pulled.name, pulled.signatures)
+        found = _Found(pulled.id, asked, pulled.record, True, pulled.name, pulled.signatures, pulled.published)
         # A lazy pull sets the name in the background; until then the name is known here only.
         self._pulled[name] = found
         self._fetcher.keeper.after(lambda: self._published(name))
@@ -259,20 +262,6 @@ class Opener:
 
     def _published(self, name: str) -> None:
         self._pulled.pop(name, None)
-
-    @contextmanager
-    def _turn(self, name: str) -> Iterator[None]:
-        with self._lock:
-            turn, waiting = self._turns.get(name, (threading.Lock(), 0))
-            self._turns[name] = (turn, waiting + 1)
-        try:
-            with turn:
-                yield
-        finally:
-            with self._lock:
-                turn, waiting = self._turns.pop(name)
-                if waiting > 1:
-                    self._turns[name] = (turn, waiting - 1)
 
 
 @contextmanager

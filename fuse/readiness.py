@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 
 from imaged.blockimage import BlockImage
 from imaged.errors import PvisorError
 from imaged.fetching.fetch import Fetcher, Tally
 from imaged.ids import ChunkId
+from imaged.slices import slices
 
 log = logging.getLogger(__name__)
 _GROUP = 64
@@ -84,11 +84,11 @@ class Readiness:
     def _look(self) -> None:
         if self.is_local and (self._whole or not self._chunks):
             absent = self._fetcher.store.missing([*self._image.leaf_ids(), *self._image.chunk_ids()])
-            for group in _groups(absent):
+            for group in slices(absent, _GROUP):
                 self._resolve(group)
         if not self.is_local:
             self._fetcher.prefetch(self._chunks, self._tally, origin=self._origin)
-        for group in _groups(self._chunks):
+        for group in slices(self._chunks, _GROUP):
             self._resolve(group)
 
     def _resolve(self, chunks: Sequence[ChunkId]) -> None:
@@ -96,9 +96,3 @@ class Readiness:
         for result in self._fetcher.resolve(chunks, spent, origin=self._origin).values():
             if isinstance(result, Exception):
                 raise result
-
-
-def _groups(chunks: Sequence[ChunkId]) -> Iterator[list[ChunkId]]:
-    rest = iter(chunks)
-    while group := list(islice(rest, _GROUP)):
-        yield group

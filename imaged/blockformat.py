@@ -161,7 +161,7 @@ class Leaf:
 
     def chunks(self) -> list[ChunkId]:
         """The whole table, in order of first use."""
-        return [self.chunk(number) for number in range(self.table_count)]
+        return ChunkId.several(self.raw[_LEAF.size : _LEAF.size + self.table_count * _ID])
 
     def find(self, block: int) -> int:
         """The number of the entry that holds a block of the leaf."""

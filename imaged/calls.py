@@ -6,6 +6,7 @@ Each function raises the `refusal` of its caller's package for what makes no sen
 from __future__ import annotations
 
 import os
+import select
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any
 
@@ -87,11 +88,19 @@ def descriptor(given: Stream, refusal: Refusal, default: int | None = None) -> i
 
 
 def writer(fd: int | None) -> Callable[[bytes], None]:
-    """Writes all it is given; with no descriptor, nothing. BrokenPipeError when nobody reads it any more."""
+    """Writes all it is given; with no descriptor, nothing. BrokenPipeError when nobody reads it any more.
+
+    A descriptor that does not block, as one may be that was inherited, is waited for.
+    """
 
     def write(data: bytes) -> None:
         left = memoryview(data)
         while left and fd is not None:
-            left = left[os.write(fd, left) :]
+            try:
+                left = left[os.write(fd, left) :]
+            except BlockingIOError:
+                poll = select.poll()
+                poll.register(fd, select.POLLOUT)
+                poll.poll()
 
     return write

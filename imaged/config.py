@@ -54,6 +54,8 @@ class Config:
                 raise InvalidNameError(
                     f"server {url!r} is not an http:// or https:// URL", hint="give --server http://HOST:PORT"
                 )
+            if "@" in url.partition("://")[2].partition("/")[0]:
+                raise InvalidNameError("a server's URL has no user or password", hint="give a token in PVISOR_TOKEN")
         if environ.get("PVISOR_TOKEN"):
             from imaged.fetching.credentials import KNOWN
 

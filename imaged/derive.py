@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from imaged.blockbuilder import is_zero
-from imaged.blockformat import Leaf, Root, block_count, leaf_blocks_for
-from imaged.chunks import ChunkBatchWriter, ChunkReader
-from imaged.errors import FormatError
+from imaged.blockformat import Root, block_count
+from imaged.chunks import ChunkBatchWriter
 from imaged.ids import BLOCK_BYTES, ChunkId
 from imaged.leafedit import edit_leaf
+from imaged.parentleaves import ParentLeaves
 
 CELL_BLOCKS = 16
 CELL_BYTES = CELL_BLOCKS * BLOCK_BYTES
@@ -35,7 +35,7 @@ def derive(
     size_bytes: int,
     changes: Iterable[Change],
     *,
-    reader: ChunkReader | None = None,
+    before: ParentLeaves | None = None,
 ) -> ChunkId:
     """Store the image of `size_bytes` that is `parent` (None: all zeros) but for `changes`, and return its id.
 
@@ -43,32 +43,23 @@ def derive(
     they need not fit into memory. Nothing is compared with the parent: blocks that are given make chunks, also where
     they are what it has.
 
-    `reader` gives root and leaves of the parent where they may have to be fetched, else the store does. The parent's
-    size must be the same: FormatError. ValueError for changes that break these rules.
+    `before` gives the leaves of this parent where they may have to be fetched, or are read ahead; else the store does.
+    The parent's size must be the same: FormatError. ValueError for changes that break these rules.
     """
-    source = store if reader is None else reader
-    if parent is None:
-        leaf_blocks = leaf_blocks_for(size_bytes)
-        leaf_count = -(-size_bytes // (leaf_blocks * BLOCK_BYTES))
-        root = Root(size_bytes, (None,) * leaf_count, leaf_blocks)
-    else:
-        root = Root.parse(source.get(parent))
-        if root.size_bytes != size_bytes:
-            what = f"parent image {parent}"
-            raise FormatError(what, expected=f"{size_bytes} bytes", found=f"{root.size_bytes} bytes")
-    deriving = _Deriving(store, source, root)
-    for cell in _cells(changes, size_bytes, root.leaf_bytes):
+    leaves = ParentLeaves(store, parent, size_bytes) if before is None else before
+    deriving = _Deriving(store, leaves)
+    for cell in _cells(changes, size_bytes, leaves.root.leaf_bytes):
         deriving.take(cell)
     deriving.store()
-    return store.put(Root(size_bytes, tuple(deriving.leaves), root.leaf_blocks).pack())
+    return store.put(Root(size_bytes, tuple(deriving.leaves), leaves.root.leaf_blocks).pack())
 
 
 class _Deriving:
     """Cells that wait until there are some to be stored together, and the leaves they are in."""
 
-    def __init__(self, store: ChunkBatchWriter, source: ChunkReader, root: Root) -> None:
-        self._store, self._source, self._root = store, source, root
-        self.leaves = list(root.leaves)
+    def __init__(self, store: ChunkBatchWriter, before: ParentLeaves) -> None:
+        self._store, self._before, self._root = store, before, before.root
+        self.leaves = list(before.root.leaves)
         self._index = -1
         self._data: list[bytes] = []
         self._edits: dict[int, list[tuple[int, int, int | None, int]]] = {}
@@ -106,8 +97,7 @@ class _Deriving:
         chunks = self._store.put_all(self._data)
         edited = {
             index: edit_leaf(
-                self._old(index),
-                self._root.blocks_of(index),
+                self._before.take(index),
                 [(first, count, None if at is None else chunks[at], block) for first, count, at, block in edits],
             )
             for index, edits in self._edits.items()
@@ -116,16 +106,6 @@ class _Deriving:
         stored = iter(self._store.put_all([raw for raw in edited.values() if raw is not None]))
         for index, raw in edited.items():
             self.leaves[index] = None if raw is None else next(stored)
-
-    def _old(self, index: int) -> Leaf | None:
-        """A leaf of the parent; FormatError when it is not as long as its range."""
-        leaf_id = self._root.leaves[index]
-        if leaf_id is None:
-            return None
-        leaf, blocks = Leaf.parse(self._source.get(leaf_id)), self._root.blocks_of(index)
-        if leaf.block_count != blocks:
-            raise FormatError(f"leaf {leaf_id}", expected=f"{blocks} blocks", found=f"{leaf.block_count}")
-        return leaf
 
 
 def _runs(data: memoryview) -> Iterator[tuple[int, int, bool]]:

@@ -6,7 +6,7 @@ PvisorError                 every error a user may see: a fact, and a hint that 
 +-- NotFoundError           nothing has this name
 +-- NameTakenError          the name stands for something else, which is not to be replaced
 +-- StoreError              the local chunk store
-|   +-- StoreBusyError      another process holds a lock that excludes this
+|   +-- StoreBusyError      another process holds a lock that excludes this, or no descriptors are left
 |   |   +-- BucketUnavailableError  an S3 server does not answer, after retries
 |   +-- StoreFullError      no space, or quota reached; nothing half-written stays
 |   +-- StoreReadOnlyError  the directory can not be written
@@ -71,7 +71,7 @@ class StoreError(PvisorError):
 
 
 class StoreBusyError(StoreError):
-    """Another process holds a lock that excludes this operation."""
+    """Another process holds a lock that excludes this operation, or there are no descriptors or memory for it now."""
 
 
 class BucketUnavailableError(StoreBusyError):

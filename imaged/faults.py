@@ -14,6 +14,7 @@ from imaged.errors import StoreError, StoreFullError, StoreReadOnlyError
 
 REBUILD_HINT = "stop the processes that use it, then run `pvisor store fsck --rebuild`"
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_LEAST_BYTES = 1 << 20
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _DAMAGED = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.VersionMismatchError)
 
@@ -55,6 +56,16 @@ def _of_lmdb(what: str, path: Path, error: lmdb.Error) -> StoreError:
         return _of_errno(what, path, errno.EACCES)
     if isinstance(error, _DAMAGED):
         return StoreError(f"store {path}: can not {what}: the index is damaged ({error})", hint=REBUILD_HINT)
+    if error.code == errno.EIO and _is_full(path):  # what LMDB makes of a write that the disk took a part of
+        return _of_errno(what, path, errno.ENOSPC)
     if error.code > 0:
         return _of_errno(what, path, error.code)
     return StoreError(f"store {path}: can not {what}: {error}")
+
+
+def _is_full(path: Path) -> bool:
+    try:
+        disk = os.statvfs(path)
+    except OSError:
+        return False
+    return disk.f_bavail * disk.f_frsize < _LEAST_BYTES

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -20,3 +22,14 @@ def is_held(path: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Hold this file's lock alone, of all processes and threads, within the block; waits for it. OSError."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

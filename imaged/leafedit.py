@@ -15,36 +15,46 @@ Edit = tuple[int, int, ChunkId | None, int]
 """First block in the leaf, how many, and the chunk (None: a hole) and the block of it that they begin at."""
 
 
-def edit_leaf(old: Leaf | None, block_count: int, edits: Iterable[Edit]) -> bytes | None:
-    """The leaf of `block_count` blocks that is `old` (None: a hole) but for the edits, which ascend and do not overlap;
-    None when there is no data in it. Neighbours that are one entry are merged."""
-    editing = _Editing(old, block_count)
+class LeafParts:
+    """A leaf (None: a hole of `block_count` blocks) taken apart, to be edited once."""
+
+    __slots__ = ("block_count", "chunks", "counts", "ends", "leaf", "places")
+
+    def __init__(self, leaf: Leaf | None, block_count: int) -> None:
+        self.leaf, self.block_count = leaf, block_count
+        self.ends = [] if leaf is None else [*leaf.starts[1:], leaf.block_count]
+        self.counts = [end - start for start, end in zip(leaf.starts, self.ends, strict=True)] if leaf else []
+        self.chunks: list[ChunkId] = [] if leaf is None else leaf.chunks()
+        self.places = {chunk: place for place, chunk in enumerate(self.chunks)}
+
+
+def edit_leaf(old: LeafParts, edits: Iterable[Edit]) -> bytes | None:
+    """The leaf that is `old` but for the edits, which ascend and do not overlap; None when there is no data in it.
+    Neighbours that are one entry are merged."""
+    editing = _Editing(old)
     done = 0
     for start, count, chunk, first_block in edits:
         editing.keep(done, start)
         editing.add(count, HOLE if chunk is None else editing.number(chunk), first_block)
         done = start + count
-    editing.keep(done, block_count)
-    return pack_entries(editing.chunks, editing.counts, editing.indexes, editing.first_blocks)
+    editing.keep(done, old.block_count)
+    return pack_entries(old.chunks, editing.counts, editing.indexes, editing.first_blocks)
 
 
 class _Editing:
-    """The entries of the new leaf. `indexes` are places in `chunks`, which begins with the table of the old one."""
+    """The entries of the new leaf. `indexes` are places in the chunks of the old one, and those that come to them."""
 
-    def __init__(self, old: Leaf | None, block_count: int) -> None:
-        self._old, self._block_count = old, block_count
-        self._ends = [] if old is None else [*old.starts[1:], old.block_count]
-        self._counts = [end - start for start, end in zip(old.starts, self._ends, strict=True)] if old else []
-        self.chunks: list[ChunkId] = [] if old is None else old.chunks()
-        self._places = {chunk: place for place, chunk in enumerate(self.chunks)}
+    def __init__(self, old: LeafParts) -> None:
+        self._old = old
         self.counts: list[int] = []
         self.indexes: list[int] = []
         self.first_blocks: list[int] = []
 
     def number(self, chunk: ChunkId) -> int:
-        place = self._places.setdefault(chunk, len(self.chunks))
-        if place == len(self.chunks):
-            self.chunks.append(chunk)
+        old = self._old
+        place = old.places.setdefault(chunk, len(old.chunks))
+        if place == len(old.chunks):
+            old.chunks.append(chunk)
         return place
 
     def add(self, count: int, index: int, first_block: int) -> None:
@@ -61,16 +71,16 @@ class _Editing:
         """What the old leaf has from block `start` to before `end`."""
         if start == end:
             return
-        old = self._old
+        old = self._old.leaf
         if old is None:
             self.add(end - start, HOLE, 0)
             return
         first, last = old.find(start), old.find(end - 1)
-        self._part(old, first, start, min(end, self._ends[first]))
+        self._part(old, first, start, min(end, self._old.ends[first]))
         if last == first:
             return
         # Only at the ends can neighbours be one entry: in a leaf none are.
-        self.counts += self._counts[first + 1 : last]
+        self.counts += self._old.counts[first + 1 : last]
         self.indexes += old.indexes[first + 1 : last]
         self.first_blocks += old.first_blocks[first + 1 : last]
         self._part(old, last, old.starts[last], end)

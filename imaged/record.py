@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
+from imaged.document import canonical, parse_json, require_shallow, taker
 from imaged.errors import FormatError
 from imaged.ids import ChunkId
 
 RECORD_VERSION = 1
-T = TypeVar("T")
+_WHAT = "image record"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,28 +47,30 @@ class ImageRecord:
             "layers": list(self.layers),
             "config": self.config,
         }
-        return json.dumps(document, sort_keys=True, separators=(",", ":")).encode("ascii")
+        return canonical(document)
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
-        """From canonical JSON; FormatError that names the field otherwise."""
-        try:
-            document = json.loads(raw)
-        except ValueError as error:
-            raise FormatError("image record", expected="JSON", found=str(error)) from error
-        if not isinstance(document, dict) or document.get("version") != RECORD_VERSION:
-            found = repr(document.get("version")) if isinstance(document, dict) else type(document).__name__
-            raise FormatError("image record", expected=f"version {RECORD_VERSION}", found=found)
+        """From canonical JSON and nothing else, so that the record's id is that of these bytes.
 
-        def take(key: str, kind: type[T]) -> T:
-            value = document.get(key)
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise FormatError(f"image record, field {key}", expected=kind.__name__, found=repr(value)[:80])
-            return value
+        FormatError that names the field.
+        """
+        record = cls.from_json(parse_json(raw, _WHAT))
+        if record.to_bytes() != raw:
+            raise FormatError(_WHAT, expected="canonical JSON of its fields", found="other bytes")
+        return record
 
-        layers = take("layers", list)
+    @classmethod
+    def from_json(cls, document: Any) -> Self:
+        """FormatError that names the field."""
+        take = taker(document, _WHAT)
+        if document.get("version") != RECORD_VERSION:
+            found = repr(document.get("version"))[:80]
+            raise FormatError(_WHAT, expected=f"version {RECORD_VERSION}", found=found)
+        layers, config = take("layers", list), take("config", dict)
         if not all(isinstance(layer, str) for layer in layers):
-            raise FormatError("image record, field layers", expected="list of str", found=repr(layers)[:80])
+            raise FormatError(f"{_WHAT}, field layers", expected="list of str", found=repr(layers)[:80])
+        require_shallow(config, f"{_WHAT}, field config")
         return cls(
             metadata=ChunkId.parse(take("metadata", str)),
             metadata_bytes=take("metadata_bytes", int),
@@ -78,7 +80,7 @@ class ImageRecord:
             platform=take("platform", str),
             source_digest=take("source_digest", str),
             layers=tuple(layers),
-            config=take("config", dict),
+            config=config,
         )
 
     @property

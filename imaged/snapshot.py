@@ -5,19 +5,17 @@ docs/formats/snapshot.md describes the same bytes.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
+from imaged.document import canonical, parse_json, taker
 from imaged.errors import FormatError
 from imaged.ids import BLOCK_BYTES, ChunkId
 from imaged.names import VM_NAME
 
 SNAPSHOT_VERSION = 1
 SNAPSHOT_KIND = "snapshot"
-_NUMBER_LIMIT = 1 << 63
 CPUS_LIMIT = 64
 SIZE_LIMIT_BYTES = (512 << 30) - (16 << 20)
 """As IMAGE_LIMIT_BYTES of `imaged.blockformat`, which is much to import for the start of a machine."""
@@ -65,7 +63,7 @@ class Machine:
     @classmethod
     def from_json(cls, document: Any) -> Self:
         """FormatError when a field is missing or of another type."""
-        take = _taker(document, "snapshot record, machine")
+        take = taker(document, "snapshot record, machine")
         return cls(**{field.name: take(field.name, int if field.type == "int" else str) for field in fields(cls)})
 
 
@@ -109,7 +107,7 @@ class SnapshotRecord:
 
     def pack(self) -> bytes:
         """Canonical JSON: sorted keys, no spaces, ASCII. Equal records have equal bytes."""
-        return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":")).encode("ascii")
+        return canonical(self.to_json())
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
@@ -117,11 +115,8 @@ class SnapshotRecord:
 
         FormatError that names the field, also for what is no possible machine.
         """
-        try:
-            document = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise FormatError("snapshot record", expected="JSON", found=str(error)[:200]) from error
-        take = _taker(document, "snapshot record")
+        document = parse_json(raw, "snapshot record")
+        take = taker(document, "snapshot record")
         found = take("kind", str), take("version", int)
         if found != (SNAPSHOT_KIND, SNAPSHOT_VERSION):
             expected = f"kind {SNAPSHOT_KIND!r}, version {SNAPSHOT_VERSION}"
@@ -193,19 +188,3 @@ class SnapshotRecord:
         """The block images that are the machine's own: device state, memory, and the disk if there is one."""
         own = (self.state, self.memory)
         return own if self.disk is None else (*own, self.disk)
-
-
-def _taker(document: Any, what: str) -> Callable[[str, type], Any]:
-    """Takes fields of a JSON object by name and type; numbers are from 0 to 2^63."""
-    if not isinstance(document, dict):
-        raise FormatError(what, expected="a JSON object", found=type(document).__name__)
-
-    def take(key: str, kind: type) -> Any:
-        value = document.get(key)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise FormatError(f"{what}, field {key}", expected=kind.__name__, found=repr(value)[:80])
-        if isinstance(value, int) and not 0 <= value < _NUMBER_LIMIT:
-            raise FormatError(f"{what}, field {key}", expected="0 or more, below 2^63", found=repr(value)[:80])
-        return value
-
-    return take

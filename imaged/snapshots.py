@@ -14,6 +14,7 @@ from imaged.errors import (
     ChunkCorruptError,
     ChunkError,
     ChunkMissingError,
+    ChunkUnreadableError,
     FormatError,
     NameTakenError,
     NotFoundError,
@@ -74,6 +75,8 @@ def _read(store: ChunkStore, snapshot: ChunkId, label: str) -> SnapshotRecord:
         return SnapshotRecord.parse(store.get(snapshot))
     except ChunkMissingError as error:
         raise ChunkMissingError(snapshot, f"the record of snapshot {label} is not in the store", hint=hint) from error
+    except ChunkUnreadableError:
+        raise
     except ChunkCorruptError as error:
         message = f"the record of snapshot {label} is damaged here ({error.message})"
         raise ChunkCorruptError(snapshot, message, hint=error.hint or hint) from error
@@ -108,11 +111,14 @@ def knows(store: ChunkStore, text: str) -> bool:
 
 
 def listing(store: ChunkStore) -> list[Snapshot]:
-    """Every named snapshot, by name; one whose record can not be read is left out, and logged."""
+    """Every named snapshot, by name; one whose record is lost or damaged is left out, and logged. ChunkUnreadableError
+    when the disk does not give one now."""
     found = []
     for name, ref in store.snapshots.items():
         try:
             found.append(load(store, name, ref))
+        except ChunkUnreadableError:
+            raise
         except (ChunkError, FormatError) as error:
             log.error("snapshot %s is not listed: %s", name, error.message)
     return found

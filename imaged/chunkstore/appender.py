@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -47,9 +47,9 @@ class Appender:
     def uncommitted_bytes(self) -> int:
         return self._uncommitted_bytes
 
-    def append(self, frame: Frame, *, anew: bool = False) -> Location:
-        """StoreFullError and others; then the pack is as it was before. `anew` takes the place that the chunk has."""
-        header = frame.header
+    def append(self, frames: Sequence[Frame], *, anew: Collection[ChunkId] = ()) -> list[Location]:
+        """StoreFullError and others; then the pack is as it was before. Chunks in `anew` get this place even if they
+        have one."""
         with self._append_lock, store_faults("append to a pack", self._root):
             if self._broken is not None:
                 raise StoreError(self._broken.message, hint=self._broken.hint)
@@ -59,14 +59,22 @@ class Appender:
             if self._active is None:
                 self._active = acquire(self._root, self._index, exclude=self._exclude)
                 self.numbers.add(self._active.number)
-            offset = self._active.append(frame)
-            location = Location(self._active.number, offset, header.size_bytes, header.payload_bytes, header.codec)
-            self.pending[header.id] = location
-            self._entries.append((header.id, location))
-            if anew:
-                self._anew.add(location)
-            self._uncommitted_bytes += location.stored_bytes
-        return location
+            locations = []
+            for offset, header in zip(self._active.append(frames), [frame.header for frame in frames], strict=True):
+                location = Location(self._active.number, offset, header.size_bytes, header.payload_bytes, header.codec)
+                self.pending[header.id] = location
+                self._entries.append((header.id, location))
+                if header.id in anew:
+                    self._anew.add(location)
+                self._uncommitted_bytes += location.stored_bytes
+                locations.append(location)
+        return locations
+
+    def begin_sync(self) -> None:
+        """As `PackWriter.begin_sync`, of the pack at work."""
+        with self._append_lock:
+            if self._active is not None:
+                self._active.begin_sync()
 
     def commit(self, *, move: bool = False) -> None:
         """Everything appended before is durable and in the index. When it fails it may be tried again."""

@@ -32,11 +32,9 @@ publishes under a lease of its own, and says 409 when chunks are missing after a
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import os
-import secrets
 import threading
 import time
 import weakref
@@ -45,20 +43,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from imaged.chunkstore import leasefile
 from imaged.chunkstore.index import Index
-from imaged.chunkstore.leaseformat import LeaseState, changing_line, first_line, is_lease_id, parse
-from imaged.chunkstore.pack import FALLOC_KEEP_SIZE, fallocate
-from imaged.errors import FormatError, NotFoundError
+from imaged.chunkstore.leasefile import LEASES_DIRECTORY, LONGEST_TTL_S
+from imaged.chunkstore.leaseformat import LeaseState, changing_line, first_line, is_lease_id
+from imaged.errors import NotFoundError, StoreError
 from imaged.faults import store_faults
 from imaged.ids import ChunkId
-from imaged.publish import sync_directory
 
-__all__ = ["KEEPS_LIMIT", "LEASES_DIRECTORY", "LONGEST_TTL_S", "Lease", "LeaseState", "Leases", "least_epoch"]
-LEASES_DIRECTORY = "leases"
-LONGEST_TTL_S = 24 * 3600.0
+__all__ = ["KEEPS_LIMIT", "LONGEST_TTL_S", "Lease", "LeaseState", "Leases", "least_epoch"]
 KEEPS_LIMIT = 4096
 _HOLDER_LIMIT = 200
-_RESERVED_BYTES = 256 << 10
 log = logging.getLogger(__name__)
 
 
@@ -70,13 +65,25 @@ def least_epoch(leases: Iterable[LeaseState]) -> int | None:
 class Lease:
     """A lease of this process, which ends with it at the latest. A context manager; threads may share it."""
 
-    def __init__(self, path: Path, fd: int, epoch: int | None, ended: Callable[[Lease], None]) -> None:
-        """Use `Leases.begin` or `Leases.keeping`."""
-        self.id, self.epoch = path.name, epoch
-        self._path, self._fd, self._ended = path, fd, ended
+    def __init__(
+        self,
+        path: Path,
+        fd: int,
+        epoch: int | None,
+        ended: Callable[[Lease], None],
+        make: Callable[[Iterable[ChunkId]], tuple[Path, int]] | None,
+        keeps: Iterable[ChunkId],
+    ) -> None:
+        """Use `Leases.begin` or `Leases.keeping`. `make` gives another file, for one that lasts for long."""
+        self.epoch = epoch
+        self._path, self._fd, self._ended, self._make = path, fd, ended, make
         self._lock = threading.Lock()
-        self._keeps: set[ChunkId] = set()
+        self._keeps = set(keeps)
         _held.add(self)
+
+    @property
+    def id(self) -> str:
+        return self._path.name
 
     def keep(self, *records: ChunkId) -> None:
         """Keep these images or snapshots too. StoreError; then none of them."""
@@ -84,8 +91,9 @@ class Lease:
             fresh = [record for record in records if record not in self._keeps]
             if fresh and self._fd >= 0:
                 with store_faults("note what a lease keeps", self._path.parent.parent):
-                    _append(self._fd, changing_line(keeps=fresh))
+                    leasefile.append(self._fd, changing_line(keeps=fresh))
                 self._keeps.update(fresh)
+                self._shorten()
 
     def drop(self, *records: ChunkId) -> None:
         """Keep these no longer."""
@@ -93,8 +101,23 @@ class Lease:
             known = [record for record in records if record in self._keeps]
             if known and self._fd >= 0:
                 with store_faults("note what a lease drops", self._path.parent.parent):
-                    _append(self._fd, changing_line(drops=known))
+                    leasefile.append(self._fd, changing_line(drops=known))
                 self._keeps.difference_update(known)
+                self._shorten()
+
+    def _shorten(self) -> None:
+        """A new file in place of one that has grown long, which everybody who looks at the leases would read. Both are
+        there for a moment, so that who looks sees one of them."""
+        if self._make is None or not leasefile.is_long(os.fstat(self._fd).st_size, self._keeps):
+            return
+        try:
+            path, fd = self._make(self._keeps)
+        except StoreError as error:  # it grows on
+            log.info("%s", error.message)
+            return
+        old_path, old_fd = self._path, self._fd
+        self._path, self._fd = path, fd
+        _remove(old_path, old_fd)
 
     def release(self) -> None:
         with self._lock:
@@ -102,9 +125,7 @@ class Lease:
         if fd >= 0:
             self._ended(self)
             _held.discard(self)
-            with contextlib.suppress(OSError):
-                self._path.unlink(missing_ok=True)
-            os.close(fd)
+            _remove(self._path, fd)
 
     def __enter__(self) -> Self:
         return self
@@ -149,25 +170,29 @@ class Leases:
         It holds back the removal of what is condemned from now on.
         """
         epoch = self._index.collections()
-        path, fd = self._create(first_line(holder, epoch=epoch, keeps=keeps))
+        path, fd = leasefile.create(self._root, first_line(holder, epoch=epoch, keeps=keeps))
         try:
             # Only a file that was there before the counter is read is surely seen by who moves it.
             while (now := self._index.collections()) != epoch:
                 epoch = now
                 with store_faults("note the epoch of a lease", self._root):
-                    _append(fd, changing_line(epoch=epoch))
+                    leasefile.append(fd, changing_line(epoch=epoch))
         except BaseException:
             path.unlink(missing_ok=True)
             os.close(fd)
             raise
         self._remember(epoch)
-        return Lease(path, fd, epoch, self._forget_epoch)
+        return Lease(path, fd, epoch, self._forget_epoch, None, keeps)
 
     def keeping(self, holder: str, keeps: Sequence[ChunkId] = ()) -> Lease:
         """A lease that only keeps, for however long: it holds back nothing else. StoreError."""
-        path, fd = self._create(first_line(holder, epoch=None, keeps=keeps))
-        _reserve(fd)
-        return Lease(path, fd, None, lambda lease: None)
+
+        def make(kept: Iterable[ChunkId]) -> tuple[Path, int]:
+            path, fd = leasefile.create(self._root, first_line(holder, epoch=None, keeps=kept))
+            leasefile.reserve(fd)
+            return path, fd
+
+        return Lease(*make(keeps), None, lambda lease: None, make, keeps)
 
     def _forget_epoch(self, lease: Lease) -> None:
         if lease.epoch is not None:
@@ -197,36 +222,39 @@ class Leases:
             expires_at=self._clock() + _bounded(ttl_s),
             namespace=namespace,
         )
-        path, fd = self._create(first, durable=True)
+        path, fd = leasefile.create(self._root, first, durable=True)
         try:
             with store_faults("note the epoch of a lease", self._root):
                 if epoch is not None:
                     self._follow(fd, epoch)
-                return _read(path.name, fd)
+                return leasefile.read(path.name, fd)
         finally:
             os.close(fd)
 
     def _follow(self, fd: int, epoch: int) -> None:
         while (now := self._index.collections()) != epoch:
             epoch = now
-            _append(fd, changing_line(epoch=epoch))
+            leasefile.append(fd, changing_line(epoch=epoch))
             os.fsync(fd)
 
     def renew(
         self, lease: str, *, keeps: Sequence[ChunkId] | None = None, ttl_s: float, namespace: str | None = None
     ) -> LeaseState:
-        """It lasts `ttl_s` from now; with `keeps` it keeps these and no others. NotFoundError when it has ended."""
+        """It lasts `ttl_s` from now; with `keeps` it keeps these and no others. NotFoundError when it has ended, and
+        when its file has grown long: it stays until it ends by itself, and another one takes its place."""
         with self._held(lease, namespace) as held:
             if held is None:
                 raise NotFoundError(f"no lease {lease[:40]}", hint="it has ended: ask for a new one")
             fd, state = held
+            if state.epoch is None and leasefile.is_long(os.fstat(fd).st_size, state.keeps):
+                raise NotFoundError(f"lease {lease} was renewed too often", hint="ask for a new one")
             fresh = state.keeps if keeps is None else frozenset(keeps)
             expires_at = self._clock() + _bounded(ttl_s)
             line = changing_line(drops=state.keeps - fresh, keeps=fresh - state.keeps, expires_at=expires_at)
             with store_faults("renew a lease", self._root):
-                _append(fd, line)
+                leasefile.append(fd, line)
                 os.fsync(fd)
-                return _read(lease, fd)
+                return leasefile.read(lease, fd)
 
     def revoke(self, lease: str, *, namespace: str | None = None) -> bool:
         """End it; whether it was there."""
@@ -276,9 +304,9 @@ class Leases:
         try:
             state = None
             # A process of this host does not let go of its own, and that is nobody else's to use.
-            if _peek(lease, fd).expires_at is not None:
+            if leasefile.peek(lease, fd).expires_at is not None:
                 fcntl.flock(fd, fcntl.LOCK_SH)
-                state = _peek(lease, fd)
+                state = leasefile.peek(lease, fd)
                 if not os.fstat(fd).st_nlink or state.namespace != namespace or self._is_over(state):
                     state = None
             yield None if state is None else (fd, state)
@@ -290,13 +318,18 @@ class Leases:
     def live(self) -> list[LeaseState]:
         """Every lease there is, by id; one that is not among them began after this was called, or has ended. The files
         of those that have ended are removed."""
+        states: dict[str, LeaseState | None] = {}
         with store_faults("read its leases", self._root):
-            try:
-                names = sorted(path.name for path in self._directory.iterdir())
-            except FileNotFoundError:
-                return []
-            states = [self._look(name) for name in names]
-        return [state for state in states if state is not None]
+            # Until none has come meanwhile: it may have taken the place of one that went before it was read.
+            while fresh := self._names() - states.keys():
+                states |= {name: self._look(name) for name in fresh}
+        return [state for _, state in sorted(states.items()) if state is not None]
+
+    def _names(self) -> set[str]:
+        try:
+            return {path.name for path in self._directory.iterdir()}
+        except FileNotFoundError:
+            return set()
 
     def _look(self, name: str) -> LeaseState | None:
         """What a file says; None when that is over, and the file removed, or it is not in use yet."""
@@ -306,12 +339,12 @@ class Leases:
         except FileNotFoundError:
             return None
         try:
-            free = _try_lock(fd)
+            free = leasefile.try_lock(fd)
             if not is_lease_id(name):
                 if free:
                     path.unlink(missing_ok=True)
                 return None
-            state = _peek(name, fd)
+            state = leasefile.peek(name, fd)
             if free and (state.expires_at is None or self._is_over(state)):
                 log.info("lease %s of %s has ended", name, state.holder)
                 path.unlink(missing_ok=True)
@@ -325,81 +358,15 @@ class Leases:
         left_s = (state.expires_at or 0.0) - self._clock()
         return left_s <= 0 or left_s > 2 * LONGEST_TTL_S
 
-    def _create(self, first: bytes, *, durable: bool = False) -> tuple[Path, int]:
-        """A new file, locked, with its first line in it from the moment it is there."""
-        with store_faults("make a lease", self._root):
-            self._directory.mkdir(mode=0o700, exist_ok=True)
-            while True:
-                path = self._directory / secrets.token_hex(16)
-                hidden = self._directory / f".{path.name}"
-                fd = os.open(hidden, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX)
-                    _append(fd, first)
-                    if durable:
-                        os.fsync(fd)
-                    hidden.rename(path)
-                    if durable:
-                        sync_directory(self._directory)
-                    return path, fd
-                except FileNotFoundError:
-                    os.close(fd)  # who looked at the leases found it before it was locked
-                except BaseException:
-                    hidden.unlink(missing_ok=True)
-                    path.unlink(missing_ok=True)
-                    os.close(fd)
-                    raise
+
+def _remove(path: Path, fd: int) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+    os.close(fd)
 
 
 def _bounded(ttl_s: float) -> float:
     return min(max(ttl_s, 1.0), LONGEST_TTL_S)
-
-
-def _append(fd: int, line: bytes) -> None:
-    """In one write: who reads meanwhile sees all of it or takes no notice of it. OSError."""
-    end = os.fstat(fd).st_size
-    try:
-        if os.write(fd, line) != len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.ftruncate(fd, end)
-        raise
-
-
-def _reserve(fd: int) -> None:
-    """Room for what will be kept: a full disk must not be why something that is used goes unnoticed."""
-    try:
-        fallocate(fd, FALLOC_KEEP_SIZE, 0, _RESERVED_BYTES)
-    except OSError as error:
-        log.info("no room is reserved for a lease: %s", error.strerror)
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _peek(name: str, fd: int) -> LeaseState:
-    """As `_read`; what can not be read counts as a lease that holds back everything, and ends at the latest when the
-    longest one would."""
-    try:
-        return _read(name, fd)
-    except FormatError as error:
-        log.warning("%s", error.message)
-        expires_at = os.fstat(fd).st_mtime + LONGEST_TTL_S
-        return LeaseState(id=name, holder="unknown", epoch=0, keeps=frozenset(), expires_at=expires_at)
-
-
-def _read(name: str, fd: int) -> LeaseState:
-    """FormatError."""
-    raw = bytearray()
-    while data := os.pread(fd, 1 << 20, len(raw)):
-        raw += data
-    return parse(name, bytes(raw))
 
 
 def _forget_after_fork() -> None:

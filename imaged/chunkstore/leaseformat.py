@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from imaged.errors import FormatError
 from imaged.ids import ChunkId
 
 VERSION = 1
+KEPT_TEXT_BYTES = 67
+"""What an id takes in a line."""
 _ID_DIGITS = 32
 
 
@@ -66,14 +68,30 @@ def parse(name: str, raw: bytes) -> LeaseState:
     lines = raw.split(b"\n")[:-1]
     if not lines:
         raise FormatError(f"lease {name}", expected="a line", found="none")
-    state: LeaseState | None = None
     try:
-        for line in lines:
-            state = _changed(name, state, json.loads(line))
+        changes = [json.loads(line) for line in lines]
+        first, fields, keeps = changes[0], dict[str, Any](), set[ChunkId]()
+        if first["version"] != VERSION:
+            raise FormatError(f"lease {name}", expected=f"version {VERSION}", found=repr(first["version"])[:80])
+        for change in changes:
+            keeps -= {ChunkId.parse(text) for text in change.get("drops", ())}
+            keeps |= {ChunkId.parse(text) for text in change.get("keeps", ())}
+            fields |= change
+        epoch, expires_at = fields.get("epoch"), fields.get("expires_at")
+        return LeaseState(
+            id=name,
+            holder=str(first["holder"]),
+            namespace=first.get("namespace"),
+            epoch=None if epoch is None else int(epoch),
+            keeps=frozenset(keeps),
+            expires_at=None if expires_at is None else _finite(float(expires_at)),
+        )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"lease {name}", expected="lines of JSON", found=str(error)[:80]) from error
-    assert state is not None
-    return state
+
+
+def _finite(seconds: float) -> float:
+    return seconds if math.isfinite(seconds) else 0.0
 
 
 def _line(fields: dict[str, Any]) -> bytes:
@@ -82,22 +100,3 @@ def _line(fields: dict[str, Any]) -> bytes:
 
 def _texts(records: Iterable[ChunkId]) -> list[str]:
     return [str(record) for record in sorted(records)]
-
-
-def _changed(name: str, state: LeaseState | None, change: dict[str, Any]) -> LeaseState:
-    if state is None:
-        if change["version"] != VERSION:
-            raise FormatError(f"lease {name}", expected=f"version {VERSION}", found=repr(change["version"])[:80])
-        namespace = change.get("namespace")
-        state = LeaseState(id=name, holder=str(change["holder"]), epoch=None, keeps=frozenset(), namespace=namespace)
-    fields: dict[str, Any] = {}
-    if "epoch" in change:
-        fields["epoch"] = None if change["epoch"] is None else int(change["epoch"])
-    if "expires_at" in change:
-        expires_at = float(change["expires_at"])
-        fields["expires_at"] = expires_at if math.isfinite(expires_at) else 0.0
-    drops = {ChunkId.parse(text) for text in change.get("drops", ())}
-    keeps = {ChunkId.parse(text) for text in change.get("keeps", ())}
-    if drops or keeps:
-        fields["keeps"] = (state.keeps - drops) | keeps
-    return replace(state, **fields)

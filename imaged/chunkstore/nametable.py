@@ -115,6 +115,11 @@ class NameTable(Generic[R]):
         rows = self._index.range(self.TABLE, start, start)
         return [(key.decode(), self._parse(key.decode(), value)) for key, value in rows]
 
+    def names(self, prefix: str = "") -> list[str]:
+        """Those that begin so, in order, also of damaged rows."""
+        start = prefix.encode()
+        return [key.decode() for key, _ in self._index.range(self.TABLE, start, start)]
+
     @named
     def set(self, name: str, row: R) -> None:
         self._before_change()
@@ -189,6 +194,8 @@ class NameTable(Generic[R]):
                 index.put(txn, cls.TABLE, row_key(name), _row_bytes(row))
 
     def _copy(self, txn: Txn) -> None:
+        if self.shared is not None:  # which outlives the index by itself
+            return
         # Inside the transaction: only there are the copies of several processes in the order of their changes.
         self.write_copy(self._root, dict(self._items(txn)))
 

@@ -11,7 +11,6 @@ from imaged.ids import ChunkId
 from imaged.profile import ENTRY_LIMIT
 
 log = logging.getLogger(__name__)
-_ID = ChunkId.SIZE_BYTES
 
 
 class Offer(NamedTuple):
@@ -31,10 +30,10 @@ class OfferTable:
         raw = self._index.get("offers", block_image)
         if raw is None:
             return None
-        if not raw or len(raw) % _ID:
+        if not raw or len(raw) % ChunkId.SIZE_BYTES:
             log.warning("offer of %s: %d bytes are no ids", block_image, len(raw))
             return None
-        ids = [ChunkId(raw[at : at + _ID]) for at in range(0, len(raw), _ID)]
+        ids = ChunkId.several(raw)
         return Offer(ids[0], ids[1:])
 
     def ids(self) -> list[ChunkId]:

@@ -37,6 +37,14 @@ class PackRanges:
     ranges: Sequence[tuple[PackFile, int, int]]
     byte_count: int
 
+    def ends_cached(self) -> bool:
+        """Whether the page cache has the last byte of each range. OSError."""
+        last = [bytearray(1)]
+        try:
+            return all(os.preadv(file.fd, last, end - 1, os.RWF_NOWAIT) for file, _, end in self.ranges)
+        except BlockingIOError:
+            return False
+
     def read_ahead(self) -> None:
         """Wait for the disk, here, so that who sends does not have to."""
         scratch = [bytearray(_WARM_BYTES)]
@@ -83,7 +91,8 @@ class PackPlanner:
         """The frames of these chunks, those that lie one after another as one range.
 
         None when one of them is not to be had so: it is not in the index, its pack is gone, or its header is not what
-        the index says. The ordinary way of reading then finds out why. NotCachedError unless `wait`.
+        the index says. The ordinary way of reading then finds out why. NotCachedError unless `wait`: of each header,
+        and of the end of each range; what lies between them is not looked at.
         """
         ranges: list[tuple[PackFile, int, int]] = []
         cached, byte_count = True, 0
@@ -114,14 +123,17 @@ class PackPlanner:
                     return None
                 end = offset + HEADER_BYTES + payload_bytes
                 byte_count += HEADER_BYTES + payload_bytes
+            if file is not None:
+                ranges.append((file, start, end))
+            planned = PackRanges(ranges, byte_count)
+            cached = cached and planned.ends_cached()
         except OSError as error:
             if error.errno == errno.EOPNOTSUPP and not wait:
                 raise NotCachedError("this file system does not say what is cached") from error
             return None
-        if file is not None:
-            ranges.append((file, start, end))
-        planned = PackRanges(ranges, byte_count)
         if not cached:
+            if not wait:
+                raise NotCachedError(f"{byte_count} bytes in {len(ranges)} ranges")
             planned.read_ahead()
         return planned
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +19,7 @@ from imaged.chunkstore.offers import OfferTable
 from imaged.chunkstore.pack import PACKS_DIRECTORY, PackReader
 from imaged.chunkstore.packranges import PackPlanner
 from imaged.chunkstore.refs import FillTable, MemoTable, OriginTable, ProfileTable, Ref, RefTable
-from imaged.chunkstore.rows import Location, StoreUsage
+from imaged.chunkstore.rows import LOCATION, Location, StoreUsage
 from imaged.chunkstore.snapshotrefs import SnapshotTable
 from imaged.chunkstore.storelock import StoreLock
 from imaged.chunkstore.uses import Uses
@@ -30,6 +31,7 @@ from imaged.errors import (
     ChunkUnreadableError,
     FormatError,
     NotFoundError,
+    StoreBusyError,
     StoreError,
     StoreReadOnlyError,
 )
@@ -43,6 +45,9 @@ MIRROR_NAME = "bucket.json"
 """In a directory that mirrors a bucket (imaged/s3/mirror.py)."""
 log = logging.getLogger(__name__)
 _UNREADABLE_HINT = "`pvisor store fsck` says what is lost"
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Says nothing about the pack."""
+_PAYLOAD_BYTES = Location._fields.index("payload_bytes")
 
 
 class ChunkStore:
@@ -70,11 +75,11 @@ class ChunkStore:
         self.snapshots = SnapshotTable(root, index, self._before_change)
         self.memos = MemoTable(index, self._before_change)
         self.origins = OriginTable(index, self._before_change)
-        self.profiles = ProfileTable(index, self._refuse_readonly)
-        self.owned = OwnedTable(index, self._refuse_readonly)
-        self.fills = FillTable(index, self._refuse_readonly)
-        self.offers = OfferTable(index, self._refuse_readonly)
-        self.uses = Uses(index, self._refuse_readonly)
+        self.profiles = ProfileTable(index, self.require_writable)
+        self.owned = OwnedTable(index, self.require_writable)
+        self.fills = FillTable(index, self.require_writable)
+        self.offers = OfferTable(index, self.require_writable)
+        self.uses = Uses(index, self.require_writable)
 
     @classmethod
     def open(cls, root: Path, *, readonly: bool = False, commit_s: float | None = COMMIT_S) -> Self:
@@ -240,12 +245,12 @@ class ChunkStore:
     def lease(self, holder: str, keeps: Sequence[ChunkId] = ()) -> Lease:
         """A lease to put, rely and name under, until it is released: a context manager. `keeps` are ids of images and
         snapshots. StoreError."""
-        self._refuse_readonly()
+        self.require_writable()
         return self.leases.begin(holder, keeps)
 
     def keeping(self, holder: str, keeps: Sequence[ChunkId] = ()) -> Lease:
         """A lease that keeps images and snapshots, for as long as they are used. StoreError."""
-        self._refuse_readonly()
+        self.require_writable()
         return self.leases.keeping(holder, keeps)
 
     def relying(self, lease: str | None, *, namespace: str | None = None) -> AbstractContextManager[LeaseState | None]:
@@ -266,12 +271,12 @@ class ChunkStore:
         total = 0
         for start in range(0, len(chunks), _LOOKUP_COUNT):
             part = chunks[start : start + _LOOKUP_COUNT]
-            for chunk, location in zip(part, self.index.find_many(part), strict=True):
-                if location is not None:
-                    total += location.stored_bytes
-                else:
-                    size = self.sizes(chunk)
-                    total += HEADER_BYTES if size is None else size[1]
+            total += HEADER_BYTES * len(part)
+            for chunk, raw in zip(part, self.index.raw_locations(part), strict=True):
+                if raw is not None:
+                    total += LOCATION.unpack(raw)[_PAYLOAD_BYTES]
+                elif (size := self.sizes(chunk)) is not None:
+                    total += size[1] - HEADER_BYTES
         return total
 
     def prepare(self, chunks: Sequence[ChunkId]) -> int | None:
@@ -283,7 +288,7 @@ class ChunkStore:
         error of an earlier put may come from this one."""
         if not 0 < len(data) <= CHUNK_LIMIT_BYTES:
             raise FormatError("chunk", expected=f"1 to {CHUNK_LIMIT_BYTES} bytes", found=f"{len(data)}")
-        self._refuse_readonly()
+        self.require_writable()
         chunk = ChunkId.of(data)
         if anew or not self._relies_on(chunk):
             self._writer.add(chunk, bytes(data), level, anew=anew)
@@ -294,7 +299,7 @@ class ChunkStore:
         for data in pieces:
             if not 0 < len(data) <= CHUNK_LIMIT_BYTES:
                 raise FormatError("chunk", expected=f"1 to {CHUNK_LIMIT_BYTES} bytes", found=f"{len(data)}")
-        self._refuse_readonly()
+        self.require_writable()
         chunks = [ChunkId.of(data) for data in pieces]
         lacking = dict.fromkeys(self._unreliable(chunks))
         for chunk, data in zip(chunks, pieces, strict=True):
@@ -305,7 +310,7 @@ class ChunkStore:
     def put_frame(self, frame: Frame, *, anew: bool = False) -> None:
         """Store a chunk that came compressed, as it is, once its bytes match its id; `anew` as in `put`.
         ChunkCorruptError, FormatError."""
-        self._refuse_readonly()
+        self.require_writable()
         if not frame.open():
             raise FormatError("chunk", expected=f"1 to {CHUNK_LIMIT_BYTES} bytes", found="0")
         if anew or not self._relies_on(frame.id):
@@ -316,7 +321,7 @@ class ChunkStore:
         if not self.readonly:
             self._writer.flush()
 
-    def give_back(self, byte_count: int) -> int | None:
+    def evict_copies(self, byte_count: int) -> int | None:
         """Free so many bytes of copies of what a bucket has, those used longest ago; how many. None: there are none."""
         del byte_count
         return None
@@ -330,7 +335,7 @@ class ChunkStore:
         return self.index.usage()
 
     def _before_change(self) -> None:
-        self._refuse_readonly()
+        self.require_writable()
         self._writer.flush()
 
     def _relies_on(self, chunk: ChunkId) -> bool:
@@ -341,14 +346,12 @@ class ChunkStore:
 
     def require_writable(self) -> None:
         """StoreReadOnlyError for a store that was opened for reading only."""
-        self._refuse_readonly()
-
-    def _refuse_readonly(self) -> None:
         if self.readonly:
             raise StoreReadOnlyError(f"store {self.root} is open for reading only")
 
     def _read(self, chunk: ChunkId, location: Location) -> Frame:
-        """The frame at `location`, its header checked against the index. ChunkCorruptError, ChunkUnreadableError."""
+        """The frame at `location`, its header checked against the index. ChunkCorruptError, ChunkUnreadableError;
+        StoreBusyError when this process has no room to read it."""
         length = HEADER_BYTES + location.payload_bytes
         try:
             raw = self._reader.read(location.pack, location.offset, length)
@@ -356,6 +359,8 @@ class ChunkStore:
             raise ChunkUnreadableError(chunk, f"pack {location.pack} is gone", hint=_UNREADABLE_HINT) from None
         except OSError as error:
             message = f"pack {location.pack} can not be read: {error.strerror}"
+            if error.errno in _NO_ROOM:
+                raise StoreBusyError(message, hint="later, or with less at once") from error
             raise ChunkUnreadableError(chunk, message, hint=_UNREADABLE_HINT) from error
         try:
             header = FrameHeader.parse(raw[:HEADER_BYTES])

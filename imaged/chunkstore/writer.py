@@ -102,7 +102,7 @@ class Writer:
             self._try_again()
         with self._state:
             self._start()
-        self._appender.append(frame, anew=anew)
+        self._appender.append([frame], anew=[frame.id] if anew else ())
         if self._appender.uncommitted_bytes >= COMMIT_BYTES:
             self._wake.set()
 
@@ -145,8 +145,7 @@ class Writer:
                 self._closing = True
                 threads = self._threads
             self._wake.set()
-            for _ in threads:
-                self._queue.put(None)
+            self._queue.put(None)
             for thread in threads:
                 thread.join()
             self._appender.close()
@@ -156,7 +155,7 @@ class Writer:
             raise StoreError("the store is closed")
         if self._threads:
             return
-        self._threads = [
+        threads = [
             threading.Thread(target=self._compress, name=f"store-compress-{number}", daemon=True)
             for number in range(self._thread_count)
         ]
@@ -164,9 +163,10 @@ class Writer:
             commit = threading.Thread(
                 target=self._commit_often, args=(self._commit_s,), name="store-commit", daemon=True
             )
-            self._threads.append(commit)
-        for thread in self._threads:
+            threads.append(commit)
+        for thread in threads:
             thread.start()
+            self._threads.append(thread)  # not before: an interrupt may come, and `close` waits for these
 
     def _hand_over(self) -> None:
         if self._batch.chunks:
@@ -192,20 +192,19 @@ class Writer:
                     self._failure = failure
                     self._stuck.append(batch)
                 self._state.notify_all()
+        self._queue.put(None)  # for the next thread
 
     def _append(self, batch: _Batch) -> None:
-        """Append the batch's frames, in order; those that do not fit stay in it."""
-        batch.frames.reverse()
-        try:
-            while batch.frames:
-                frame = batch.frames[-1]
-                self._appender.append(frame, anew=frame.id in batch.anew)
-                self._queued.pop(frame.id, None)
-                batch.frames.pop()
-        finally:
-            batch.frames.reverse()
+        """Append the batch's frames, in order; when they do not fit they stay in it."""
+        if batch.frames:
+            self._appender.append(batch.frames, anew=batch.anew)
+        for frame in batch.frames:
+            self._queued.pop(frame.id, None)
+        batch.frames = []
         with self._state:
             self._queued_bytes -= batch.size_bytes
+        if self._commit_s is None:  # somebody waits for the flush
+            self._appender.begin_sync()
         if self._appender.uncommitted_bytes >= COMMIT_BYTES:
             self._wake.set()
 

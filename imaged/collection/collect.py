@@ -26,13 +26,14 @@ from imaged.chunkstore.lease import least_epoch
 from imaged.chunkstore.pack import PACKS_DIRECTORY, disk_bytes, pack_numbers
 from imaged.chunkstore.store import MIRROR_NAME, ChunkStore
 from imaged.chunkstore.storelock import CollectionLock
-from imaged.collection import owned
-from imaged.collection.compact import compact, cut_tails, give_back, remove_empty
+from imaged.collection import lastcollection, owned, reserve
+from imaged.collection.compact import compact, cut_tails, punch_dead, remove_empty
 from imaged.collection.marks import Marks
 from imaged.collection.roots import Roots
 from imaged.errors import NotFoundError, StoreFullError
 from imaged.faults import store_faults
 from imaged.ids import ChunkId
+from imaged.slices import slices
 
 _ROUND_COUNT = 65_536
 _SWEEP_COUNT = 2000
@@ -97,7 +98,7 @@ def collect(
         raise NotFoundError(
             f"no chunk store at {root}", hint="a server's store is the directory given to serve --store"
         )
-    with CollectionLock.alone(root), ChunkStore.open(root) as store:
+    with CollectionLock.alone(root), reserve.given_up(root), ChunkStore.open(root) as store:
         before_bytes = _disk_bytes(root)
         marks = Marks(store.index)
         roots = Roots(store, marks, keep, keep_snapshots)
@@ -110,12 +111,14 @@ def collect(
         _with_room(store, lambda: _forget_rows(store, roots))
         removed_packs = _with_room(store, lambda: remove_empty(root, store.index))
         compacted = compact(root, store.index)
-        give_back(root, store.index, exclude=compacted.damaged)
+        punch_dead(root, store.index, exclude=compacted.damaged)
         usage = store.df()
+        freed_bytes = max(before_bytes - _disk_bytes(root), 0)
+        lastcollection.note(store.index, removed_chunks=sweep.removed, freed_bytes=freed_bytes)
         return CollectReport(
             kept_chunks=usage.chunks - sweep.waiting_chunks,
             removed_chunks=sweep.removed,
-            freed_bytes=max(before_bytes - _disk_bytes(root), 0),
+            freed_bytes=freed_bytes,
             dead_bytes=usage.dead_bytes,
             removed_packs=removed_packs,
             rewritten_packs=len(compacted.rewritten),
@@ -135,7 +138,7 @@ def _with_room(store: ChunkStore, change: Callable[[], T]) -> T:
     try:
         return change()
     except StoreFullError:
-        give_back(store.root, store.index)
+        punch_dead(store.root, store.index)
         return change()
 
 
@@ -171,7 +174,7 @@ class _Sweep:
             before, removed = least_epoch(leases), self.removed
             if not first:  # what other collections left
                 self._pardon()
-                for some in _slices(self._rows()):
+                for some in slices(self._rows(), _SWEEP_COUNT):
                     self._remove(some, before)
             self._remove(fresh[:count], before)
             self.waiting_for |= {lease.holder for lease in leases if lease.epoch is not None}
@@ -202,14 +205,14 @@ class _Sweep:
                 if size == _LEAST_COUNT:
                     return done
                 size = max(_LEAST_COUNT, size // 4)
-                give_back(self.store.root, self.store.index)
+                punch_dead(self.store.root, self.store.index)
             else:
                 done += size
         return len(chunks)
 
     def _pardon(self) -> None:
         """What is condemned and marked by now."""
-        for some in _slices(chunk for chunk in self._rows() if chunk in self.marks):
+        for some in slices((chunk for chunk in self._rows() if chunk in self.marks), _SWEEP_COUNT):
             condemned.pardon(self.store.index, some)
 
     def _remove(self, chunks: Sequence[ChunkId], before: int | None) -> None:
@@ -229,16 +232,10 @@ class _Sweep:
                 if size == _LEAST_COUNT:
                     raise
                 size = max(_LEAST_COUNT, size // 4)
-                give_back(self.store.root, index)
+                punch_dead(self.store.root, index)
             else:
                 tries = 0
                 done += size
-
-
-def _slices(chunks: Iterable[ChunkId]) -> Iterator[list[ChunkId]]:
-    rest = iter(chunks)
-    while some := list(islice(rest, _SWEEP_COUNT)):
-        yield some
 
 
 def _forget_rows(store: ChunkStore, roots: Roots) -> None:

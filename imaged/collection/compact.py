@@ -137,13 +137,13 @@ def _rewrite(
             pack.punch(*hole)
     for chunk, location in places:
         if index.find(chunk) == location:
-            appender.append(_frame(reader, chunk, location))
+            appender.append([_frame(reader, chunk, location)])
     appender.commit(move=True)
     reader.forget(pack.number)
     return _remove(root, index, pack)
 
 
-def give_back(root: Path, index: Index, *, only: Collection[int] | None = None, exclude: Collection[int] = ()) -> None:
+def punch_dead(root: Path, index: Index, *, only: Collection[int] | None = None, exclude: Collection[int] = ()) -> None:
     """Make holes where the dead frames are: then their space is free at once, and without a change of the index."""
     spans: dict[int, array[int]] = {}
     ends: dict[int, int] = {}

@@ -16,23 +16,18 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from imaged.chunkstore import condemned
-from imaged.chunkstore.condemned import NamesChangedError
 from imaged.chunkstore.index import Index
 from imaged.chunkstore.lease import least_epoch
 from imaged.chunkstore.pack import disk_bytes, pack_numbers
-from imaged.chunkstore.rows import Location
 from imaged.chunkstore.store import ChunkStore
 from imaged.chunkstore.storelock import CollectionLock
-from imaged.collection import compact, promised
-from imaged.collection.promised import Promised
+from imaged.collection import compact
+from imaged.collection.victims import Victims
 from imaged.errors import PvisorError, StoreError, StoreFullError
-from imaged.ids import ChunkId
 
 KEPT_SHARE = 0.9
 """What is left of the bound after an eviction: so there is one for each tenth of it that comes."""
@@ -43,11 +38,8 @@ LOOK_S = 5.0
 _PAUSE_S = 1.0
 """After an eviction that was held back, or found nothing more to give away."""
 _FLUSH_S = 30.0
-_SWEEP_COUNT = 2000
-_LOOK_UP = 512
 _ROUNDS = 4
 _CLOSE_WAIT_S = 30.0
-_CHOICE = 2048
 _FEW = 64
 _BOUND = b"cache_max"
 _LIVE_SHARE = 0.125
@@ -94,8 +86,7 @@ class Evictor:
         self._turn = threading.Lock()
         self._wake = threading.Event()
         self._closing = False
-        self._promised: Promised | None = None
-        self._known: set[ChunkId] = set()
+        self._victims = Victims(store)
         self._not_before_s = self._flush_s = 0.0
         self._is_first = True
         self._evicted_chunks = self._evicted_bytes = 0
@@ -214,45 +205,45 @@ class Evictor:
 
     def _evict(self, target_bytes: int) -> int:
         """Until the packs take no more than this; what was given back. Under the turn."""
-        began = used = self.used_bytes
-        copies_bytes = self._store.give_back(used - target_bytes)
-        if copies_bytes is not None:  # of what a bucket has: no chunk leaves the index
-            self._evicted_bytes += copies_bytes
-            return copies_bytes
+        began = self.used_bytes
         try:
             self._flush_uses()
-            given = self._store.give_back(used - target_bytes)
-            if given is not None:
-                self._evicted_bytes += given
-                if used - given > target_bytes:
-                    raise _HeldBackError("the rest is not in the bucket yet")
-                self._held_back = ""
-                return given
-            lock = CollectionLock.alone_if_free(self._store.root)
-            if lock is None:
-                raise _HeldBackError("a collection or a check of the store is going on")
-            with lock:
-                if self._is_first:  # what a killed process took from the index and not from the disk
-                    compact.give_back(self._store.root, self._store.index)
-                    self._is_first, used = False, self.used_bytes
-                for _ in range(_ROUNDS):
-                    if used <= target_bytes or self._closing:
-                        break
-                    before = used
-                    self._round(used - target_bytes)
-                    used = self.used_bytes
-                    if used >= before:
-                        break
+            given = self._store.evict_copies(began - target_bytes)
+            if given is None:
+                left = self._evict_chunks(target_bytes)
+                why = "the rest is promised to images that need no server, or just in use"
+            else:  # no chunk left the index
+                left, why = began - given, "the rest is not in the bucket yet"
+            if left > target_bytes:
+                raise _HeldBackError(why)
             self._held_back = ""
-            if used > target_bytes:
-                raise _HeldBackError("the rest is promised to images that need no server, or just in use")
         except _HeldBackError as error:
             self._hold_back(str(error))
         except PvisorError as error:
             self._hold_back(error.message)
-        freed_bytes = max(0, began - used)
+        freed_bytes = max(0, began - self.used_bytes)
         self._evicted_bytes += freed_bytes
         return freed_bytes
+
+    def _evict_chunks(self, target_bytes: int) -> int:
+        """What the packs take then. PvisorError, _HeldBackError."""
+        lock = CollectionLock.alone_if_free(self._store.root)
+        if lock is None:
+            raise _HeldBackError("a collection or a check of the store is going on")
+        with lock:
+            if self._is_first:  # what a killed process took from the index and not from the disk
+                compact.punch_dead(self._store.root, self._store.index)
+                self._is_first = False
+            used = self.used_bytes
+            for _ in range(_ROUNDS):
+                if used <= target_bytes or self._closing:
+                    break
+                before = used
+                self._round(used - target_bytes)
+                used = self.used_bytes
+                if used >= before:
+                    break
+        return used
 
     def _hold_back(self, why: str) -> None:
         self._not_before_s = time.monotonic() + _PAUSE_S
@@ -268,86 +259,13 @@ class Evictor:
         with contextlib.suppress(StoreFullError):  # what is not in the index yet stays
             store.flush()
         self._flush_uses()
-        self._promised = promised.survey(store, self._promised)
-        for chunks in promised.given(store, self._known):
-            store.uses.adopt(chunks)
-        victims = self._choose(byte_count, self._promised)
+        victims = self._victims.choose(byte_count)
         if victims:
             try:
-                removed = self._remove(victims)
+                removed = self._victims.remove(victims)
             except StoreFullError:  # the index takes some pages for it
-                removed = self._remove(dict(islice(victims.items(), _FEW)))
+                removed = self._victims.remove(dict(islice(victims.items(), _FEW)))
             self._evicted_chunks += removed
-        compact.give_back(store.root, store.index, only={place.pack for place in victims.values()})
+        compact.punch_dead(store.root, store.index, only={place.pack for place in victims.values()})
         compact.remove_empty(store.root, store.index)
         compact.compact(store.root, store.index, share=_LIVE_SHARE)
-
-    def _choose(self, byte_count: int, spared: Promised) -> dict[ChunkId, Location]:
-        """The frame of what has a name only when nothing else is left."""
-        count = _CHOICE
-        while True:
-            oldest = self._store.uses.oldest(count)
-            chosen, last, gone = dict[ChunkId, Location](), dict[ChunkId, Location](), list[ChunkId]()
-            left = byte_count
-            for chunk, place in self._placed(oldest, gone):
-                if chunk in spared.never:
-                    continue
-                if chunk in spared.last:
-                    last[chunk] = place
-                    continue
-                chosen[chunk] = place
-                left -= place.stored_bytes
-                if left <= 0:
-                    break
-            if left <= 0 or len(oldest) < count:
-                break
-            count *= 4
-        self._store.uses.forget(gone)
-        for chunk, place in last.items():
-            if left <= 0:
-                break
-            chosen[chunk] = place
-            left -= place.stored_bytes
-        return chosen
-
-    def _placed(self, chunks: Iterable[ChunkId], gone: list[ChunkId]) -> Iterator[tuple[ChunkId, Location]]:
-        for some in _slices(chunks, _LOOK_UP):
-            for chunk, place in zip(some, self._store.index.find_many(some), strict=True):
-                if place is not None:
-                    yield chunk, place
-                elif not self._store.has(chunk):
-                    gone.append(chunk)
-
-    def _remove(self, victims: dict[ChunkId, Location]) -> int:
-        """Take them out of the index, but for those that are promised by now; how many went."""
-        store, index = self._store, self._store.index
-        stamp = condemned.begin(index)
-        try:
-            for some in _slices(victims, _SWEEP_COUNT):
-                condemned.condemn(index, some, stamp)
-        finally:
-            condemned.finish(index)
-        before = least_epoch(store.leases.live())
-        removed = 0
-        left = list(victims)
-        try:
-            while left and (before is None or stamp < before):
-                now = self._promised = promised.survey(store, self._promised)
-                left = [chunk for chunk in left if chunk not in now.never]
-                try:
-                    for some in list(_slices(left, _SWEEP_COUNT)):
-                        removed += condemned.remove(index, some, before=before, names=now.names)
-                        del left[: len(some)]
-                except NamesChangedError:
-                    continue
-        finally:
-            # What stays is no less here than before.
-            for some in _slices(victims, _SWEEP_COUNT):
-                condemned.pardon(index, some)
-        return removed
-
-
-def _slices(items: Iterable[ChunkId], count: int) -> Iterator[list[ChunkId]]:
-    iterator = iter(items)
-    while some := list(islice(iterator, count)):
-        yield some

@@ -18,16 +18,19 @@ def unsafe(store: ChunkStore, records: Sequence[ChunkId]) -> list[ChunkId]:
     this look: the next collection sees what the first lease keeps.
     """
     named = {ref.record for _, ref in store.refs.items()} | {ref.record for _, ref in store.snapshots.items()}
-    return [record for record in records if record not in named and not _is_whole(store, record)]
+    unnamed = [record for record in records if record not in named]
+    if not unnamed:
+        return []
+    with store.lease(f"looking at {len(unnamed)} records"):
+        return [record for record in unnamed if not _is_whole(store, record)]
 
 
 def _is_whole(store: ChunkStore, record: ChunkId) -> bool:
-    with store.lease(f"looking at {str(record)[:12]}"):
-        for walk in (reachable, reachable_snapshot):
-            try:
-                return not store.missing(list(walk(store, record)))
-            except FormatError:  # then it is the other, or neither
-                continue
-            except ChunkError:
-                return False
-        return False
+    for walk in (reachable, reachable_snapshot):
+        try:
+            return not store.missing(list(walk(store, record)))
+        except FormatError:  # then it is the other, or neither
+            continue
+        except ChunkError:
+            return False
+    return False

@@ -2,7 +2,7 @@
 
 *Promised* are the chunks of names without an origin, which nobody else may have, of images that are being filled, and
 of layer memos, which a conversion takes for whole. *Records* of named images and snapshots say what they are. The
-*frame* of a lazy image, which is its metadata, roots and leaves, is small and read first: it goes after everything
+*skeleton* of a lazy image, which is its metadata, roots and leaves, is small and read first: it goes after everything
 else.
 """
 
@@ -51,13 +51,13 @@ def survey(store: ChunkStore, before: Promised | None = None) -> Promised:
         if not ref.origin or ref.record in filled:
             marker.image(ref.record)
         else:
-            last.update(_frame_of_image(store, ref.record))
+            last.update(_skeleton_of_image(store, ref.record))
     for image in filled:
         marker.image(image)
     for held in _rows(store.snapshots):
         never.add(held.record)
         if held.origin:
-            last.update(_frame_of_snapshot(store, held.record))
+            last.update(_skeleton_of_snapshot(store, held.record))
         else:
             marker.snapshot(held.record)
     for diff_id, blob in store.memos.items():
@@ -70,16 +70,17 @@ def survey(store: ChunkStore, before: Promised | None = None) -> Promised:
 
 def given(store: ChunkStore, known: set[ChunkId]) -> Iterator[set[ChunkId]]:
     """The present chunks of each image and snapshot that came from a server which has all of it, but for those records
-    in `known`, to which it is added."""
+    in `known`. A record is added to it when the next one is asked for: who could not do with its chunks what he wanted
+    gets them again."""
     for ref in _rows(store.refs):
         if ref.origin and ref.record not in known:
-            known.add(ref.record)
             yield _present(store, Marker.image, ref.record)
+            known.add(ref.record)
     for held in _rows(store.snapshots):
         # One that was made here is at no server, though its origin has what it shares with its parent.
         if held.origin and held.server == held.origin and held.record not in known:
-            known.add(held.record)
             yield _present(store, Marker.snapshot, held.record)
+            known.add(held.record)
 
 
 def _rows(names: NameTable[R]) -> list[R]:
@@ -95,7 +96,7 @@ def _present(store: ChunkStore, mark: Callable[[Marker, ChunkId], object], recor
     return marker.kept
 
 
-def _frame_of_image(store: ChunkStore, record: ChunkId) -> list[ChunkId]:
+def _skeleton_of_image(store: ChunkStore, record: ChunkId) -> list[ChunkId]:
     try:
         document = ImageRecord.parse(store.get(record))
     except (ChunkError, FormatError):
@@ -103,7 +104,7 @@ def _frame_of_image(store: ChunkStore, record: ChunkId) -> list[ChunkId]:
     return [*_blob(store, document.metadata), *_map(store, document.data)]
 
 
-def _frame_of_snapshot(store: ChunkStore, snapshot: ChunkId) -> list[ChunkId]:
+def _skeleton_of_snapshot(store: ChunkStore, snapshot: ChunkId) -> list[ChunkId]:
     try:
         document = SnapshotRecord.parse(store.get(snapshot))
     except (ChunkError, FormatError):
@@ -111,7 +112,7 @@ def _frame_of_snapshot(store: ChunkStore, snapshot: ChunkId) -> list[ChunkId]:
     found = [document.image, *_blob(store, document.state, limit_bytes=STATE_LIMIT_BYTES)]
     for root in document.block_images:
         found += _map(store, root)
-    return found + _frame_of_image(store, document.image)
+    return found + _skeleton_of_image(store, document.image)
 
 
 def _map(store: ChunkStore, root: ChunkId) -> list[ChunkId]:

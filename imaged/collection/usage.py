@@ -7,7 +7,6 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from imaged.blockformat import Leaf, Root
 from imaged.chunkstore.index import Index
@@ -16,6 +15,7 @@ from imaged.chunkstore.store import ChunkStore
 from imaged.errors import ChunkCorruptError, ChunkMissingError, FormatError
 from imaged.ids import ChunkId
 from imaged.record import ImageRecord
+from imaged.slices import slices
 from imaged.snapshot import SnapshotRecord
 
 _PREFIX_BYTES = 8
@@ -82,8 +82,7 @@ class _Places:
 
     def __init__(self, index: Index) -> None:
         self._prefixes, self.sizes = array("Q"), array("I")
-        rows = index.rows("chunks")
-        while some := list(islice(rows, _AT_ONCE)):
+        for some in slices(index.rows("chunks"), _AT_ONCE):
             self._prefixes.frombytes(b"".join(key[:_PREFIX_BYTES] for key, _ in some))
             self.sizes.extend(Location.unpack(value).stored_bytes for _, value in some)
         if sys.byteorder == "little":

@@ -68,6 +68,8 @@ class _Draft:
     layers: tuple[str, ...] = ()
     config: dict[str, Any]
     layers_reused: int = 0
+    warnings: tuple[str, ...] = ()
+    """Of its layers, those from memos too; each once."""
 
 
 def convert(
@@ -85,16 +87,16 @@ def convert(
     `chunk_bytes` is for measurements; layers that are in the store already keep the one they were made with.
     """
     progress = progress or NoProgress()
-    warnings: list[str] = []
     with _tuned_interpreter(), store.lease(f"converting {source}"):
         if source.transport == "dir":
             name = name or source.default_name
-            draft = _read_directory(store, source, platform, progress, warnings, chunk_bytes)
+            draft = _read_directory(store, source, platform, progress, chunk_bytes)
         else:
             with open_image(source, platform=platform) as image:
                 name = name or (ImageName.parse(image.name) if image.name else source.default_name)
-                draft = _Layers(store, image, progress, warnings, chunk_bytes).read()
+                draft = _Layers(store, image, progress, chunk_bytes).read()
         progress.start("writing the file system", None)
+        warnings = list(draft.warnings)
         record, ref = _store_image(store, draft, str(source), warnings)
         store.refs.set(str(name), ref)
     return Converted(
@@ -130,27 +132,23 @@ def _read_directory(
     source: SourceName,
     platform: str | None,
     progress: Progress,
-    warnings: list[str],
     chunk_bytes: int,
 ) -> _Draft:
     """A directory of this host as if it were one layer; nothing is kept of it for another time."""
     wanted = Platform.parse(platform) if platform else Platform.host()
     progress.start(f"reading {source.location}", None)
     cutter = Cutter(store, chunk_bytes=chunk_bytes)
-    layer = read_directory(Path(source.location), cutter, warn=warnings.append, advance=progress.advance)
+    layer = read_directory(Path(source.location), cutter, advance=progress.advance)
     tree = Tree()
     tree.apply(layer, name=str(source))
-    return _Draft(root=tree.root, files=_files(layer), platform=str(wanted), config={})
+    return _Draft(root=tree.root, files=_files(layer), platform=str(wanted), config={}, warnings=layer.warnings)
 
 
 class _Layers:
     """The reading of one image's layers, lowest first, each from its memo or from its source."""
 
-    def __init__(
-        self, store: ChunkStore, image: SourceImage, progress: Progress, warnings: list[str], chunk_bytes: int
-    ) -> None:
-        self._store, self._image, self._progress = store, image, progress
-        self._warnings, self._chunk_bytes = warnings, chunk_bytes
+    def __init__(self, store: ChunkStore, image: SourceImage, progress: Progress, chunk_bytes: int) -> None:
+        self._store, self._image, self._progress, self._chunk_bytes = store, image, progress, chunk_bytes
         self._reused = 0
 
     def read(self) -> _Draft:
@@ -160,9 +158,11 @@ class _Layers:
             raise FormatError("image configuration, field config", expected="an object", found=repr(config)[:80])
         tree = Tree()
         files: list[Inode] = []
+        warnings: dict[str, None] = {}
         for label, layer in self._layers():
             tree.apply(layer, name=label)
             files += _files(layer)
+            warnings.update(dict.fromkeys(layer.warnings))
         return _Draft(
             root=tree.root,
             files=files,
@@ -171,6 +171,7 @@ class _Layers:
             layers=tuple(layer.diff_id for layer in image.layers),
             config=config,
             layers_reused=self._reused,
+            warnings=tuple(warnings),
         )
 
     def _layers(self) -> Iterator[tuple[str, Layer]]:
@@ -204,7 +205,7 @@ class _Layers:
         """Read a layer from its stream and leave a memo of it."""
         counted = _Counted(stream, self._progress)
         cutter = Cutter(self._store, chunk_bytes=self._chunk_bytes)
-        layer = read_layer(counted, cutter, name=_label(stream.source), warn=self._warnings.append)
+        layer = read_layer(counted, cutter, name=_label(stream.source))
         self._store.memos.set(stream.source.diff_id, write_blob(self._store, layer.to_bytes()))
         return layer
 

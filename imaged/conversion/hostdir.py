@@ -25,17 +25,17 @@ _BLOCK_UNIT = 512
 _NO_XATTRS = (errno.ENOTSUP, errno.ENODATA)
 
 
-def read_directory(root: Path, cutter: Cutter, *, warn: Callable[[str], None], advance: Callable[[int], None]) -> Layer:
+def read_directory(root: Path, cutter: Cutter, *, advance: Callable[[int], None]) -> Layer:
     """The tree below `root`, entries by name, parents first. The cutter is finished.
 
     Sockets have no place in an image and are left out with a warning. `advance` is told the bytes of file data as
     they are read. SourceError for what can not be read and for a file that shrinks meanwhile.
     """
     with _source_errors(root, b""), _closing_fd(os.open(root, _DIRECTORY_FLAGS)) as root_fd:
-        reader = _DirectoryReader(root, root_fd, cutter, warn, advance)
+        reader = _DirectoryReader(root, root_fd, cutter, advance)
         entries = list(reader.entries())
     cutter.finish()
-    return Layer(entries)
+    return Layer(entries, tuple(reader.warnings))
 
 
 @contextmanager
@@ -61,11 +61,9 @@ def _source_errors(root: Path, path: bytes) -> Iterator[None]:
 class _DirectoryReader:
     """The state of one walk. Paths are relative to the root's descriptor, so that the root may be deep."""
 
-    def __init__(
-        self, root: Path, root_fd: int, cutter: Cutter, warn: Callable[[str], None], advance: Callable[[int], None]
-    ) -> None:
-        self._root, self._root_fd, self._cutter = root, root_fd, cutter
-        self._warn, self._advance = warn, advance
+    def __init__(self, root: Path, root_fd: int, cutter: Cutter, advance: Callable[[int], None]) -> None:
+        self._root, self._root_fd, self._cutter, self._advance = root, root_fd, cutter, advance
+        self.warnings: list[str] = []
         self._links: dict[tuple[int, int], bytes] = {}
 
     def entries(self) -> Iterator[LayerEntry]:
@@ -92,7 +90,7 @@ class _DirectoryReader:
         status = os.stat(path or b".", dir_fd=self._root_fd, follow_symlinks=False)
         shown = path.decode(errors="backslashreplace")
         if stat.S_ISSOCK(status.st_mode):
-            self._warn(f"{shown!r} is a socket, left out")
+            self.warnings.append(f"{shown!r} is a socket, left out")
             return None
         if not stat.S_ISDIR(status.st_mode) and status.st_nlink > 1:
             first = self._links.setdefault((status.st_dev, status.st_ino), path)

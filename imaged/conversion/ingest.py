@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable
 
 from imaged.conversion.cutter import Cutter
 from imaged.conversion.layer import (
@@ -21,13 +20,14 @@ from imaged.erofs.tree import Inode
 from imaged.errors import LayerError
 
 
-def read_layer(stream: Readable, cutter: Cutter, *, name: str = "", warn: Callable[[str], None]) -> Layer:
-    """Read a whole layer, and its stream to the end; the cutter is finished too. `name` is for errors.
+def read_layer(stream: Readable, cutter: Cutter, *, name: str = "") -> Layer:
+    """Read a whole layer, and its stream to the end; the cutter is finished too. `name` is for errors and warnings.
 
     LayerError for an archive that is damaged or that names what can not be in a file system.
     """
     reader = TarReader(stream, layer=name)
     entries: list[LayerEntry] = []
+    warnings: list[str] = []
     for entry in reader:
         try:
             made = _layer_entry(entry)
@@ -35,7 +35,8 @@ def read_layer(stream: Readable, cutter: Cutter, *, name: str = "", warn: Callab
             hint = "the layer is malformed; build the image again"
             raise LayerError(str(error), layer=name, entry=entry.path, hint=hint) from None
         if made is None:
-            warn(f"layer {name}: {entry.path.decode(errors='backslashreplace')!r} is AUFS bookkeeping, left out")
+            shown = entry.path.decode(errors="backslashreplace")
+            warnings.append(f"layer {name}: {shown!r} is AUFS bookkeeping, left out")
             continue
         entries.append(made)
         if entry.file_type == stat.S_IFREG and isinstance(made, NodeEntry):
@@ -49,7 +50,7 @@ def read_layer(stream: Readable, cutter: Cutter, *, name: str = "", warn: Callab
             cutter.end()
     reader.drain()
     cutter.finish()
-    return Layer(entries)
+    return Layer(entries, tuple(warnings))
 
 
 def _layer_entry(entry: TarEntry) -> LayerEntry | None:

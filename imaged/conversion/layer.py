@@ -1,7 +1,7 @@
 """A layer: what one layer tar says, with file data already in chunks. Kept as a memo under the layer's diff_id.
 
-The memo is a msgpack map {"version": 1, "chunks": ids of 32 bytes each, "entries": [...]}. An entry is a list that
-begins with its kind and path:
+The memo is a msgpack map {"version": 2, "chunks": ids of 32 bytes each, "entries": [...], "warnings": [texts]}; version
+1 has no warnings. An entry is a list that begins with its kind and path:
 
     [1, path, mode, uid, gid, mtime seconds, mtime nanoseconds, payload, xattrs]    an inode under a name
     [2, path, target path]                                                          another name of a file
@@ -28,7 +28,8 @@ from imaged.extent import Extent
 from imaged.frame import CHUNK_LIMIT_BYTES
 from imaged.ids import BLOCK_BYTES, ChunkId
 
-LAYER_VERSION = 1
+LAYER_VERSION = 2
+_WITHOUT_WARNINGS = 1
 NAME_LIMIT_BYTES = 255
 PATH_LIMIT_BYTES = 4095
 XATTR_NAME_LIMIT_BYTES = 255
@@ -132,9 +133,11 @@ def is_aufs_metadata(path: bytes) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Layer:
-    """The entries of one layer in the order of its archive."""
+    """The entries of one layer in the order of its archive. `warnings` are sentences for the user about what in it has
+    no place in an image; they belong to the layer, so that who takes it from a memo is told as well."""
 
     entries: list[LayerEntry]
+    warnings: tuple[str, ...] = ()
 
     def to_bytes(self) -> bytes:
         """The memo. Equal layers have equal bytes."""
@@ -147,13 +150,18 @@ class Layer:
                 rows.append((_HARD_LINK, entry.path, entry.target))
             else:
                 rows.append((_WHITEOUT if isinstance(entry, Whiteout) else _OPAQUE, entry.path))
-        document = {"version": LAYER_VERSION, "chunks": b"".join(table), "entries": rows}
+        document = {
+            "version": LAYER_VERSION,
+            "chunks": b"".join(table),
+            "entries": rows,
+            "warnings": self.warnings,
+        }
         packed: bytes = msgpack.packb(document)
         return packed
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
-        """From a memo; FormatError for anything `to_bytes` does not write."""
+        """From a memo; FormatError for anything that `to_bytes` does not write, or wrote in version 1."""
         document, chunks = _unpack(raw)
         entries: list[LayerEntry] = []
         for row in document["entries"]:
@@ -161,7 +169,7 @@ class Layer:
                 entries.append(_entry(row, chunks))
             except (ValueError, TypeError, IndexError, LayerError) as error:
                 raise FormatError("layer memo, entry", expected="a valid entry", found=f"{error}") from None
-        return cls(entries)
+        return cls(entries, document["warnings"])
 
     def chunk_ids(self) -> Iterator[ChunkId]:
         """The chunks of the layer's file data, each once."""
@@ -184,11 +192,16 @@ def _unpack(raw: bytes) -> tuple[dict[str, Any], list[ChunkId]]:
         document = msgpack.unpackb(raw, use_list=False)
     except (ValueError, msgpack.UnpackException) as error:
         raise FormatError("layer memo", expected="msgpack", found=f"{type(error).__name__}: {error}"[:200]) from None
-    if not isinstance(document, dict) or document.get("version") != LAYER_VERSION:
+    version = document.get("version") if isinstance(document, dict) else None
+    if version not in (_WITHOUT_WARNINGS, LAYER_VERSION):
         raise FormatError("layer memo", expected=f"version {LAYER_VERSION}", found=repr(document)[:80])
     table, rows = document.get("chunks"), document.get("entries")
     if not isinstance(table, bytes) or len(table) % ChunkId.SIZE_BYTES or not isinstance(rows, tuple):
         raise FormatError("layer memo", expected="a chunk table and entries", found=repr(document)[:80])
+    texts = document.get("warnings") if version != _WITHOUT_WARNINGS else ()
+    if not isinstance(texts, tuple) or not all(isinstance(text, str) for text in texts):
+        raise FormatError("layer memo", expected="warnings", found=repr(texts)[:80])
+    document["warnings"] = texts
     size = ChunkId.SIZE_BYTES
     return document, [ChunkId(table[start : start + size]) for start in range(0, len(table), size)]
 

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
@@ -86,9 +87,12 @@ class Fetcher:
         self.keeper.close()
         self.routes.close()
 
-    def drain(self) -> None:
-        """Return when everything fetched so far is durable in the store. StoreError."""
+    def drain(self, published: Future[None] | None = None) -> None:
+        """Return when everything fetched so far is durable in the store, and what a pull publishes behind it is
+        `published`. StoreError, and what publishing raises."""
         self.keeper.drain()
+        if published is not None:
+            published.result(0)
 
     # Which server
 

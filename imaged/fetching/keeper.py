@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -53,7 +54,6 @@ class Keeper:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = self._stuck = False
-        self._error: PvisorError | None = None
 
     def keep(self, frame: VerifiedFrame, *, wait_s: float = 0.0) -> None:
         """Store this frame soon, or give it up when the queue is full: it can be fetched again.
@@ -69,30 +69,24 @@ class Keeper:
         else:
             self._stuck = False
 
-    def after(self, action: Callable[[], None], *, timeout_s: float = _ACTION_WAIT_S) -> None:
-        """Run `action` on the keeper's thread when everything kept before is in the store; `drain` raises its error.
+    def after(self, action: Callable[[], None], *, timeout_s: float = _ACTION_WAIT_S) -> Future[None]:
+        """Run `action` on the keeper's thread when everything kept before is in the store; what becomes of it, which is
+        known after the next `drain`. Its error is a PvisorError.
 
         StoreError when the queue stays full for so long.
         """
-        self._give(action, timeout_s)
+        done = Future[None]()
+        self._give(lambda: _attempt(action, done), timeout_s)
+        return done
 
     def drain(self, timeout_s: float = 600.0) -> None:
-        """Return when everything given so far is in the store and durable. StoreError when it can not be."""
+        """Return when everything given so far is in the store and durable. StoreError when it can not be; what went
+        wrong with an action is for who gave it."""
         deadline_s = time.monotonic() + timeout_s
-        done = threading.Event()
-        errors: list[PvisorError | None] = []
-
-        def flush() -> None:
-            self._attempt(self._store.flush)
-            errors.append(self._error)
-            self._error = None
-            done.set()
-
-        self.after(flush, timeout_s=timeout_s)
-        if not done.wait(max(0.0, deadline_s - time.monotonic())):
-            raise StoreError(f"the store did not take what was fetched within {timeout_s:.0f} s")
-        if errors[0] is not None:
-            raise errors[0]
+        try:
+            self.after(self._store.flush, timeout_s=timeout_s).result(max(0.0, deadline_s - time.monotonic()))
+        except TimeoutError:
+            raise StoreError(f"the store did not take what was fetched within {timeout_s:.0f} s") from None
 
     def close(self) -> None:
         """Store what is queued, then end the thread."""
@@ -130,17 +124,7 @@ class Keeper:
             if isinstance(item, VerifiedFrame):
                 self._put(item)
             else:
-                self._attempt(item)
-
-    def _attempt(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except PvisorError as error:
-            log.warning("store: %s", error.message)
-            self._error = self._error or error
-        except Exception as error:
-            log.exception("store")
-            self._error = self._error or StoreError(f"what was fetched could not be stored: {error!r}")
+                item()
 
     def _put(self, frame: VerifiedFrame) -> None:
         try:
@@ -160,3 +144,16 @@ class Keeper:
         except Exception:
             self.dropped += 1
             log.exception("chunk %s was not cached", frame.id)
+
+
+def _attempt(action: Callable[[], None], done: Future[None]) -> None:
+    try:
+        action()
+    except PvisorError as error:
+        log.warning("store: %s", error.message)
+        done.set_exception(error)
+    except Exception as error:
+        log.exception("store")
+        done.set_exception(StoreError(f"what was fetched could not be stored: {error!r}"))
+    else:
+        done.set_result(None)

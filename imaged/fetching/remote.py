@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from imaged.document import canonical
 from imaged.errors import FormatError
 from imaged.ids import ChunkId
 from imaged.record import ImageRecord
@@ -42,7 +42,7 @@ class RemoteImage:
         try:
             chunk = ChunkId.parse(document["id"])
             if record is None:
-                record = ImageRecord.parse(json.dumps(document["record"]).encode())
+                record = ImageRecord.from_json(document["record"])
             image = cls(
                 name=str(document.get("name", "")),
                 id=chunk,
@@ -78,7 +78,7 @@ class RemoteSnapshot:
         try:
             chunk = ChunkId.parse(document["id"])
             if record is None:
-                record = SnapshotRecord.parse(_canonical(document["record"]))
+                record = SnapshotRecord.parse(canonical(document["record"]))
             snapshot = cls(
                 name=str(document["name"]),
                 id=chunk,
@@ -101,11 +101,6 @@ def _signatures(documents: Any) -> tuple[Signature, ...]:
         with contextlib.suppress(FormatError):
             found.append(Signature.parse(document))
     return tuple(found)
-
-
-def _canonical(record: Any) -> bytes:
-    """The record's own bytes: in an answer it is an object like any other."""
-    return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _check(what: str, found: RemoteImage | RemoteSnapshot) -> None:

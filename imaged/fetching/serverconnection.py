@@ -126,7 +126,8 @@ class ServerConnection:
         if isinstance(error, HttpCertificateError):
             hint = "SSL_CERT_FILE names a PEM file with the authority that signed it, if it is one of your own"
             return UpstreamError(f"chunk server {self.url}: {error}", hint=hint)
-        hint = "check its URL, that it is running, and that it can be reached from here"
+        tls = "" if self.url.startswith("https:") else ", that it does not want https://"
+        hint = f"check its URL{tls}, that it is running, and that it can be reached from here"
         return UpstreamRetryError(f"chunk server {self.url}: {error}", hint=hint)
 
     def _refused(self, answer: Answer, path: str) -> None:

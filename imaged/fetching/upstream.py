@@ -228,6 +228,10 @@ class HttpUpstream(BootConnection):
         wanted = {key: value for key, value in body.items() if value is not None}
         return self.job(str(self._json("POST", "/v1/images", wanted).get("job", "")))
 
+    def collect(self) -> Job:
+        """Start a collection at the server, or join the one that runs."""
+        return self.job(str(self._json("POST", "/v1/gc", {}).get("job", "")))
+
     def job(self, job: str) -> Job:
         """NotFoundError."""
         return Job.parse(self.job_document(job))

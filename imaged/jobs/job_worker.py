@@ -29,6 +29,7 @@ from imaged.collection.collect import collect
 from imaged.conversion.convert import convert
 from imaged.errors import PvisorError
 from imaged.ids import ChunkId
+from imaged.loglines import LineFormatter
 from imaged.names import ImageName, SourceName
 
 _INTERVAL_S = 0.2
@@ -76,7 +77,9 @@ def _end_with_parent() -> None:
 
 def answer(work: Callable[[], dict[str, Any]]) -> int:
     """Do the work and tell the parent what it came to; the exit status. Ends when the parent does."""
-    logging.basicConfig(level=logging.WARNING)
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter(logging.BASIC_FORMAT))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         write_line(work())

@@ -93,6 +93,8 @@ class Jobs:
                     self._start(self._run(claim), f"job {claim.job.id}")
             except (PvisorError, OSError) as error:
                 log.error("jobs can not be begun: %s", error)
+            except Exception:
+                log.exception("jobs can not be begun")
             await _wait(self._wake, _POLL_S)
 
     async def _claim(self) -> Claim | None:
@@ -160,6 +162,8 @@ class Jobs:
                     return
             except (PvisorError, OSError) as error:
                 log.warning("job %s: whether it is cancelled can not be read: %s", claim.job.id, error)
+            except Exception:  # it must not look as if it were cancelled
+                log.exception("job %s: whether it is cancelled can not be read", claim.job.id)
 
     async def _finish(self, claim: Claim, outcome: Outcome) -> Job:
         """However long the document can not be written, on a full disk for one: what is done is not done again."""

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from imaged.document import parse_json
 from imaged.errors import RegistryAuthError
-from imaged.oci.descriptor import parse_json
 
 _HELPER_TIMEOUT_S = 60
 _IDENTITY_USER = "<token>"

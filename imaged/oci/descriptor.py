@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform as host_platform
 import re
 import sys
@@ -17,17 +16,6 @@ DOCUMENT_LIMIT_BYTES = 4 << 20
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm", "armv6l": "arm", "i686": "386", "i386": "386"}
 _DEFAULT_VARIANTS = {"arm64": "v8", "arm": "v7"}
 T = TypeVar("T")
-
-
-def parse_json(raw: bytes, what: str) -> dict[str, Any]:
-    """A JSON object; FormatError otherwise."""
-    try:
-        document = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(what, expected="a JSON object", found=f"{raw[:40]!r} ({error})") from error
-    if not isinstance(document, dict):
-        raise FormatError(what, expected="a JSON object", found=type(document).__name__)
-    return document
 
 
 def take(document: dict[str, Any], key: str, kind: type[T], what: str, default: T | None = None) -> T:

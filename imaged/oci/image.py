@@ -7,11 +7,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from imaged.document import parse_json
 from imaged.errors import FormatError, InvalidNameError, UnsupportedImageError
 from imaged.ids import OciDigest
 from imaged.names import ImageName
 from imaged.oci.blob import ByteStream
-from imaged.oci.descriptor import Platform, parse_json, take
+from imaged.oci.descriptor import Platform, take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,10 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from imaged.document import parse_json
 from imaged.errors import DigestMismatchError, NotFoundError, SourceError
 from imaged.oci.blob import ByteStream, FileSlice, read_document
-from imaged.oci.descriptor import DOCUMENT_LIMIT_BYTES, Descriptor, parse_json, take
+from imaged.oci.descriptor import DOCUMENT_LIMIT_BYTES, Descriptor, take
 from imaged.oci.manifest import OCI_INDEX, Document, Index, parse
 
 REF_NAME = "org.opencontainers.image.ref.name"

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from imaged.document import parse_json
 from imaged.errors import FormatError, UnsupportedImageError
-from imaged.oci.descriptor import Descriptor, Platform, parse_json, take
+from imaged.oci.descriptor import Descriptor, Platform, take
 
 OCI_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 OCI_INDEX = "application/vnd.oci.image.index.v1+json"

@@ -11,9 +11,10 @@ import time
 import urllib.parse
 from collections.abc import Callable, Sequence
 
+from imaged.document import parse_json
 from imaged.errors import FormatError, RegistryAuthError, RegistryError
 from imaged.oci.auth import Credentials
-from imaged.oci.descriptor import DOCUMENT_LIMIT_BYTES, parse_json
+from imaged.oci.descriptor import DOCUMENT_LIMIT_BYTES
 from imaged.oci.http import Answer, Http, allows_plain_http, origin
 
 _CLIENT_ID = "pvisor"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,7 +14,7 @@ from imaged.errors import BucketUnavailableError, ChunkUnreadableError, StoreErr
 from imaged.frame import Frame
 from imaged.ids import ChunkId
 from imaged.s3.address import BucketAddress, Patience, endpoint
-from imaged.s3.cache import give_back
+from imaged.s3.cache import evict_copies
 from imaged.s3.client import S3Objects
 from imaged.s3.keeper import Keeper
 from imaged.s3.mirror import Mirror
@@ -55,7 +54,7 @@ class Bucket:
         index.is_mirror = True
         self._root, self._index = root, index
         self.packs = PackTable(root, index)
-        self.tables = SharedTables(root, index, objects, self._guard)
+        self.tables = SharedTables(root, index, objects, self._guard, patience.settle_s)
         self.sync = Sync(root, index, objects, self.packs, self.tables)
         self.lease = ServerLease(root, index, objects, mirror.server, patience.lease_s)
         self.uploads = Uploads(root, index, objects, self.packs)
@@ -141,7 +140,7 @@ class Bucket:
         try:
             return self._reading.frame(chunk, location)
         except ChunkUnreadableError:
-            self.sync.catch_up(full=True)
+            self.sync.packs.catch_up(full=True)
             raise
 
     def prefetch(self, wanted: Iterable[Wanted]) -> None:
@@ -149,13 +148,13 @@ class Bucket:
         self._reading.prefetch(wanted)
 
     def catch_up(self) -> None:
-        """Know what other servers have uploaded until now; what can not be asked for is not known."""
-        with contextlib.suppress(StoreError):
-            self.sync.catch_up()
+        """Know what other servers have uploaded until now. BucketUnavailableError, StoreError: what could not be asked
+        for is not missing."""
+        self.sync.packs.catch_up()
 
-    def give_back(self, byte_count: int) -> int:
+    def evict_copies(self, byte_count: int) -> int:
         """Free so many bytes of the local packs, as far as the bucket has what goes; how many."""
-        return give_back(self._root, self._index, self.packs, self._reading, byte_count)
+        return evict_copies(self._root, self._index, self.packs, self._reading, byte_count)
 
     def _fetched(self, chunks: list[ChunkId]) -> None:
         if self.on_fetched is not None:

@@ -23,7 +23,7 @@ class _Kept(NamedTuple):
     place: Location
 
 
-def give_back(root: Path, index: Index, packs: PackTable, reading: Reading, byte_count: int) -> int:
+def evict_copies(root: Path, index: Index, packs: PackTable, reading: Reading, byte_count: int) -> int:
     """Free so many bytes of the disk, as far as the bucket has what goes; how many. No chunk leaves the index."""
     uses = {ChunkId(key): value[:8] for key, value in index.rows("uses")}
     kept = sorted(_kept(root, packs, reading, uses))

@@ -19,7 +19,7 @@ from imaged.chunkstore.pack import PACK_HEADER_BYTES
 from imaged.chunkstore.rows import Location
 from imaged.chunkstore.store import ChunkStore
 from imaged.chunkstore.storelock import CollectionLock
-from imaged.collection import owned
+from imaged.collection import lastcollection, owned
 from imaged.collection.collect import CollectReport
 from imaged.collection.marks import Marks
 from imaged.collection.roots import Keep, Roots, mark_either
@@ -109,10 +109,12 @@ def collect_bucket(root: Path, *, keep: Keep, keep_snapshots: Keep) -> CollectRe
         _forget_rows(store, roots)
         remove_leftovers(bucket.objects, bucket.lease.now_s())
         usage = store.df()
+        freed_bytes = max(done.freed_bytes, 0)
+        lastcollection.note(store.index, removed_chunks=done.removed_chunks, freed_bytes=freed_bytes)
         return CollectReport(
             kept_chunks=usage.chunks - waiting,
             removed_chunks=done.removed_chunks,
-            freed_bytes=max(done.freed_bytes, 0),
+            freed_bytes=freed_bytes,
             dead_bytes=usage.dead_bytes,
             removed_packs=done.removed_packs,
             rewritten_packs=done.rewritten_packs,
@@ -177,9 +179,7 @@ def _choose(store: MirrorStore, marks: Marks, listed: set[str]) -> CondemnedList
 def _wait(store: MirrorStore, pending: dict[str, CondemnedList]) -> tuple[list[str], set[str]]:
     """The lists by which every server goes, and which servers the others wait for."""
     bucket, patience = store.bucket, store.bucket.patience
-    settle_s = patience.settle_s
-    if settle_s is None:
-        settle_s = bucket.tables.names.settle_s()
+    settle_s = bucket.tables.names.settle_s()
     deadline = time.monotonic() + patience.wait_s
     while True:
         # In this order: a lease that is not among these was written after the lists could be seen.
@@ -240,7 +240,7 @@ def _finish(
                 done.damaged.append(pack.number)
                 continue
             for frame in moved:
-                appender.append(frame)
+                appender.append([frame])
                 copied_bytes += frame.stored_bytes
             gone.append(pack)
             dead = chunks.difference(row.chunk for row in rows)

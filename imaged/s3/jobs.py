@@ -2,6 +2,7 @@
 
     jobs/ID.json    the document, as it was when its server last wrote it: at each change, and now and then in between
     jobs/ID.cancel  somebody asked another server than the job's to end it
+    jobs/ID.taken-T somebody took the job over, whose document had not changed since T, where there is conditional PUT
 
 A document that waits or runs and was not written for long is of a server that is gone: another one takes the job over.
 Two that do so at once both convert, which does no harm; so do two that are asked for the same in the same moment.
@@ -9,6 +10,7 @@ Two that do so at once both convert, which does no harm; so do two that are aske
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -18,8 +20,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from imaged.errors import FormatError, NotFoundError, ObjectMissingError, StoreError
+from imaged.jobs.directorystore import DirectoryJobStore
 from imaged.jobs.job import Job, State, is_job_id
-from imaged.jobs.jobstore import KEPT_JOBS, START_LIMIT, Claim, DirectoryJobStore, JobEndedError
+from imaged.jobs.jobstore import KEPT_JOBS, START_LIMIT, Claim, JobEndedError
 from imaged.s3.objects import Entry, Made, Objects
 
 log = logging.getLogger(__name__)
@@ -46,7 +49,12 @@ class BucketJobStore:
         self._local, self._objects, self._clock = local, objects, clock
         self._lock = threading.Lock()
         self._seen: dict[str, _Seen] = {}
-        self._looked_s = self._beaten_s = -_IDLE_S
+        self._shown_s: dict[str, float] = {}
+        """When each unfinished job of this server was written last: for each alone, as one may say nothing for long."""
+        self._looked_s = self._heard_s = -_IDLE_S
+        self._is_deaf = False
+        self._unshown: set[str] = set()
+        """Of which it was said, since the bucket last took them."""
         self._now_s = 0.0
         """The bucket's own time, as last heard."""
 
@@ -62,9 +70,14 @@ class BucketJobStore:
 
     def claim(self) -> Claim | None:
         try:
-            self._hear()
+            heard = self._hear()
+            if heard and self._is_deaf:
+                log.warning("jobs of other servers are heard of again")
+            self._is_deaf = self._is_deaf and not heard
         except StoreError as error:  # what is asked for here goes on
-            log.warning("jobs of other servers are not heard of: %s", error.message)
+            if not self._is_deaf:
+                log.warning("jobs of other servers are not heard of: %s", error.message)
+            self._is_deaf = True
         claim = self._local.claim()
         if claim is None:
             return None
@@ -85,7 +98,7 @@ class BucketJobStore:
         return [found[job] for job in sorted(found, reverse=True)][:KEPT_JOBS]
 
     def cancel(self, job: str) -> Job:
-        if self._local.state(job) is not None if is_job_id(job) else False:
+        if is_job_id(job) and self._local.state(job) is not None:
             cancelled = self._local.cancel(job)
             self._show(cancelled)
             return cancelled
@@ -105,43 +118,49 @@ class BucketJobStore:
 
     def tell(self, job: Job) -> None:
         """Show how far a job of this server is, if that was not shown just now."""
-        with self._lock:
-            due = self._clock() >= self._beaten_s + SHOWN_S
-            if due:
-                self._beaten_s = self._clock()
-        if due:
+        if self._is_due(job.id, SHOWN_S):
             self._show(job)
 
     def ended(self, job: Job) -> None:
         self._show(job)
         self._objects.delete(_cancel_key(job.id))
 
-    def _hear(self) -> None:
-        """What other servers want of this one, and which of them are gone."""
+    def _hear(self) -> bool:
+        """What other servers want of this one, and which of them are gone. False: it is too soon to look again."""
         own = {job.id: job for job in self._local.unfinished()}
         with self._lock:
             wait_s = SHOWN_S if own else _IDLE_S
-            if self._clock() < self._looked_s + wait_s:
-                return
-        if own and self._clock() >= self._beaten_s + _BEAT_S:
-            self._beaten_s = self._clock()
-            for job in own.values():
-                self._show(self._local.get(job.id))
+            if self._clock() < self._heard_s + wait_s:
+                return False
+            self._heard_s = self._clock()
+            self._shown_s = {name: at_s for name, at_s in self._shown_s.items() if name in own}
+            self._unshown &= own.keys()
+        for name in own:
+            if self._is_due(name, _BEAT_S):
+                with contextlib.suppress(NotFoundError):
+                    self._show(self._local.get(name))
         asked = self._look()
         for name in asked & own.keys():
-            self._show(self._local.cancel(name))
+            with contextlib.suppress(NotFoundError, JobEndedError):
+                self._show(self._local.cancel(name))
             self._objects.delete(_cancel_key(name))
         for seen in list(self._seen.values()):
             silent_s = self._now_s - seen.entry.modified_s
             if not seen.job.finished and silent_s > GONE_S and self._local.state(seen.job.id) is None:
-                self._take_over(seen.job)
+                self._take_over(seen)
+        return True
 
-    def _take_over(self, job: Job) -> None:
+    def _is_due(self, job: str, after_s: float) -> bool:
+        with self._lock:
+            return self._clock() >= self._shown_s.get(job, -after_s) + after_s
+
+    def _take_over(self, seen: _Seen) -> None:
+        job = seen.job
         if job.starts >= START_LIMIT:
             error = f"the servers that ran this job ended {job.starts} times, and it is not started again"
             self._show(job.failed(error, "their logs may say why; then ask again"))
             return
-        if self._objects.put_new(f"{PREFIX}{job.id}.taken-{job.starts}", job.id.encode()) is Made.TAKEN:
+        if self._objects.put_new(_taken_key(seen), job.id.encode()) is Made.TAKEN:
             return
         log.warning("job %s, %s: its server is gone, this one goes on", job.id, job.title)
         waiting = job.queued_again()
@@ -186,10 +205,18 @@ class BucketJobStore:
 
     def _show(self, job: Job) -> None:
         """What the others see is late when the bucket does not answer; the job goes on."""
+        with self._lock:
+            if job.finished:
+                self._shown_s.pop(job.id, None)
+            else:
+                self._shown_s[job.id] = self._clock()
         try:
             self._now_s = max(self._now_s, self._objects.put(_key(job.id), json.dumps(job.to_document()).encode()))
+            self._unshown.discard(job.id)
         except StoreError as error:
-            log.warning("job %s is not shown to other servers: %s", job.id, error.message)
+            if job.id not in self._unshown:
+                log.warning("job %s is not shown to other servers: %s", job.id, error.message)
+            self._unshown.add(job.id)
 
     def _forget_oldest(self) -> None:
         ended = sorted(seen.job.id for seen in self._seen.values() if seen.job.finished)
@@ -234,3 +261,8 @@ def _key(job: str) -> str:
 
 def _cancel_key(job: str) -> str:
     return f"{PREFIX}{job}.cancel"
+
+
+def _taken_key(seen: _Seen) -> str:
+    """Another one for each time that it is taken over: who did so may be gone, too, before it was begun."""
+    return f"{PREFIX}{seen.job.id}.taken-{int(seen.entry.modified_s)}"

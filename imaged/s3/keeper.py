@@ -94,19 +94,19 @@ class Keeper:
         failing = False
         while not self._stop.is_set():
             begun = time.monotonic()
-            if self._is_ours():
-                rounds += 1
-                try:
+            try:
+                if self._is_ours():
+                    rounds += 1
                     self._round(whole=rounds % _WHOLE_EVERY == 0)
                     if failing:
                         log.warning("the bucket answers again")
                     failing = False
-                except PvisorError as error:
-                    if not failing:
-                        log.warning("the mirror of the bucket is not up to date: %s", error.message)
-                    failing = True
-                except Exception:
-                    log.exception("keeping the mirror of the bucket up to date")
+            except PvisorError as error:
+                if not failing:
+                    log.warning("the mirror of the bucket is not up to date: %s", error.message)
+                failing = True
+            except Exception:
+                log.exception("keeping the mirror of the bucket up to date")
             took_s = time.monotonic() - begun
             self._wake.wait(max(self._patience.poll_s, _BUSY_SHARE * took_s if not failing else 0.0))
 

@@ -1,11 +1,12 @@
-"""What lies in a bucket and counts no more: superseded versions of names, old claims and leases, uploads that never
-ended. Everything stays for a day, so that who looks at an older listing finds what it says."""
+"""What lies in a bucket and counts no more: superseded versions of names, old claims and leases, what was asked of
+jobs, uploads that never ended. Everything stays for a day, so that who looks at an older listing finds what it says."""
 
 from __future__ import annotations
 
 import logging
 
 from imaged.errors import ObjectMissingError
+from imaged.s3.jobs import PREFIX as JOBS
 from imaged.s3.names import REFS, Version, current, parse_key
 from imaged.s3.objects import Entry, Objects
 from imaged.s3.packtable import PACKS
@@ -20,6 +21,7 @@ def remove_leftovers(objects: Objects, now_s: float) -> int:
     old_s = now_s - KEPT_S
     keys = [*_names(objects.list(REFS), objects, old_s), *_packs(objects.list(PACKS), old_s)]
     keys += [entry.key for entry in objects.list(LEASES) if entry.modified_s < old_s]
+    keys += [entry.key for entry in objects.list(JOBS) if entry.modified_s < old_s and not entry.key.endswith(".json")]
     for key in keys:
         objects.delete(key)
     count = len(keys) + objects.abort_uploads(old_s)

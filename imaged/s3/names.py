@@ -7,6 +7,10 @@
 Where the server has conditional PUT, version N is written as NNNNNNNNNNNN.json, and only one can. Elsewhere a claim
 comes first: who finds itself alone, with no version as new and no other claim, may write; all others withdraw and begin
 again from what they then find. So no version is built on one that it has not seen.
+
+    refs.changed    other bytes after each change of a name, written once that is done
+
+So that servers need not list thousands of names every few seconds to hear that none has moved.
 """
 
 from __future__ import annotations
@@ -16,14 +20,16 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
-from imaged.errors import BucketUnavailableError, FormatError, ObjectMissingError
+from imaged.errors import BucketUnavailableError, FormatError, ObjectMissingError, StoreError
 from imaged.s3.objects import Entry, Made, Objects
 
 REFS = "refs/"
+CHANGED = "refs.changed"
 CLAIM_S = 60.0
 """A claim this old was left by somebody who was killed."""
 _DIGITS = 12
@@ -83,20 +89,65 @@ def current(versions: Iterable[Version]) -> Version | None:
 class Names:
     """The names of one store in its bucket. Threads share it."""
 
-    def __init__(self, objects: Objects, *, sleep: Callable[[float], None] = time.sleep) -> None:
-        self._objects, self._sleep = objects, sleep
+    def __init__(
+        self,
+        objects: Objects,
+        *,
+        settle_s: float | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`settle_s` is for how long a listing may lack what was written; None is "as the server seems to be"."""
+        self._objects, self._settle_s, self._sleep, self._clock = objects, settle_s, sleep, clock
+        self._listed: str | None = None
+        self._settled_s = 0.0
         self._random = random.Random()
         self.conditional: bool | None = None
         """Whether the server has conditional PUT; None until it was tried."""
 
     def settle_s(self) -> float:
         """How long a listing may lack what was written: what has conditional PUT is consistent, as a rule."""
-        if self.conditional is None:
+        if self._settle_s is None and self.conditional is None:
             key = f"probe/{secrets.token_hex(8)}"
             self.conditional = self._objects.put_new(key, key.encode()) is not Made.UNSUPPORTED
             if self.conditional:
                 self._objects.delete(key)
+        return self._lag_s()
+
+    def _lag_s(self) -> float:
+        if self._settle_s is not None:
+            return self._settle_s
         return _CONSISTENT_S if self.conditional else _EVENTUAL_S
+
+    @contextmanager
+    def all(self, *, whole: bool) -> Iterator[list[Entry] | None]:
+        """Every version of every name; None when no name has changed since a block like this was last left without an
+        error, unless `whole`. For one thread at a time.
+
+        The change of a server that was killed before it told of it is noticed by who asks for the whole.
+        """
+        told = self._told()  # before the listing: what is told of later is listed again
+        now_s = self._clock()
+        if told is not None and told == self._listed and now_s >= self._settled_s and not whole:
+            yield None
+            return
+        yield self._objects.list(REFS)
+        if told != self._listed:
+            self._settled_s = now_s + self._lag_s()
+        self._listed = told
+
+    def tell(self) -> None:
+        """Of a change that is done. That stays, whether or not others hear of it at once."""
+        try:
+            self._objects.put(CHANGED, secrets.token_hex(8).encode())
+        except StoreError as error:
+            log.warning("others hear late that a name has changed: %s", error.message)
+
+    def _told(self) -> str | None:
+        try:
+            return self._objects.get(CHANGED).decode(errors="replace")
+        except ObjectMissingError:
+            return None
 
     def change(self, kind: str, name: str, decide: Callable[[Document | None], Document | None]) -> Held:
         """Write the next version, which `decide` makes from the current one; None removes the name. What then counts.

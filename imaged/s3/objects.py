@@ -6,6 +6,8 @@ import enum
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from imaged.errors import ObjectMissingError
+
 
 class Entry(NamedTuple):
     """One object of a listing; `modified_s` is in Unix seconds of the server's clock, to a second."""
@@ -59,3 +61,12 @@ class Objects(Protocol):
     def abort_uploads(self, older_than_s: float) -> int:
         """Forget parts of uploads that were begun so long ago and never ended; how many."""
         ...
+
+
+def is_there(objects: Objects, key: str) -> bool:
+    """By asking for it, not by listing: listings may lag."""
+    try:
+        objects.get(key)
+    except ObjectMissingError:
+        return False
+    return True

@@ -30,6 +30,7 @@ PACKS = "packs/"
 INDEXES_DIRECTORY = "indexes"
 _TABLE = "remotes"
 _FOREIGN_COUNTER = b"foreign_packs"
+_FORGOTTEN_COUNTER = b"forgotten_packs"
 _NUMBER = struct.Struct(">I")
 _AGE_DIGITS = 10
 
@@ -115,8 +116,13 @@ class PackTable:
         """The pack is gone from the bucket and from the index."""
         with self._index.write("forget a pack") as txn:
             self._index.delete(txn, _TABLE, _NUMBER.pack(number))
+            self._index.bump(txn, _FORGOTTEN_COUNTER)
         with self._lock:
             self._known.pop(number, None)
+
+    def forgotten(self) -> int:
+        """Another number after each `forget`: what was listed before may name a pack that is forgotten."""
+        return self._index.counter(_FORGOTTEN_COUNTER)
 
     # Tables of contents, kept so that nobody has to ask for one twice
 

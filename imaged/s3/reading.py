@@ -45,6 +45,8 @@ _THREADS = 8
 _CONTENTS_KEPT = 64
 log = logging.getLogger(__name__)
 Wanted = tuple[ChunkId, Location]
+_Coming = dict[Wanted, Future[Frame | None]]
+"""None is what the bucket does not have, or has wrong."""
 
 
 class Span(NamedTuple):
@@ -54,6 +56,13 @@ class Span(NamedTuple):
     start: int
     end: int
     rows: tuple[Row, ...]
+
+
+class _Request(NamedTuple):
+    """A span that is read, and who waits for what of it."""
+
+    span: Span
+    coming: _Coming
 
 
 def spans(
@@ -93,7 +102,7 @@ class Reading:
     ) -> None:
         self._root, self._objects, self._packs, self._fetched = root, objects, packs, fetched
         self._lock = threading.Lock()
-        self._coming: dict[tuple[int, int], Future[Frame | None]] = {}
+        self._coming: _Coming = {}
         self._contents: dict[str, tuple[Row, ...]] = {}
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="s3-read")
 
@@ -105,21 +114,20 @@ class Reading:
 
         BucketUnavailableError. What is gone or damaged there is passed over: reading it then says so.
         """
-        lacking = [
-            (chunk, place) for chunk, place in wanted if self._packs.is_safe(place.pack) and not self.is_here(place)
-        ]
+        lacking = self._lacking(wanted)
         if lacking:
             self._fetch(lacking)
 
     def prefetch(self, wanted: Iterable[Wanted]) -> None:
         """As `bring`, in the background, request by request; what goes wrong is found again by who reads."""
-        lacking = [
+        _, requests = self._begin(self._lacking(wanted))
+        for request in requests:
+            self._submit(request)
+
+    def _lacking(self, wanted: Iterable[Wanted]) -> list[Wanted]:
+        return [
             (chunk, place) for chunk, place in wanted if self._packs.is_safe(place.pack) and not self.is_here(place)
         ]
-        for span in self._plan(lacking):
-            chunks = [(row.chunk, Location(span.pack, *row[1:])) for row in span.rows]
-            with contextlib.suppress(RuntimeError):  # closing
-                self._pool.submit(self._fetch, chunks)
 
     def frame(self, chunk: ChunkId, location: Location) -> Frame:
         """A verified frame from the bucket, whatever the local file has, which has it then.
@@ -162,46 +170,80 @@ class Reading:
         return freed
 
     def _fetch(self, wanted: Sequence[Wanted]) -> dict[Wanted, Frame | None]:
-        mine: dict[Wanted, Future[Frame | None]] = {}
-        others: dict[Wanted, Future[Frame | None]] = {}
-        with self._lock:
-            for chunk, place in wanted:
-                key = (place.pack, place.offset)
-                coming = self._coming.get(key)
-                if coming is not None:
-                    others[chunk, place] = coming
-                elif (chunk, place) not in mine:
-                    mine[chunk, place] = self._coming[key] = Future()
-        error: StoreError | None = None
+        coming, requests = self._begin(wanted)
+        for request in requests[1:]:
+            self._submit(request)
+        if requests:
+            self._run(requests[0])
         try:
-            got = self._get(list(mine))
-            for one, future in mine.items():
-                future.set_result(got.get(one))
-        except BaseException as failure:
-            told = failure if isinstance(failure, StoreError) else StoreError("reading from the bucket was stopped")
-            for future in mine.values():
-                if not future.done():
-                    future.set_exception(type(told)(told.message, hint=told.hint))
-            if not isinstance(failure, StoreError):
-                raise
-            error = failure
-        finally:
-            with self._lock:
-                for _, place in mine:
-                    self._coming.pop((place.pack, place.offset), None)
-        if error is not None:
-            raise error
-        return {one: future.result() for one, future in {**mine, **others}.items()}
+            return {one: future.result() for one, future in coming.items()}
+        except StoreError as error:  # each who waits raises one of its own
+            raise type(error)(error.message, hint=error.hint) from error
 
-    def _get(self, wanted: Sequence[Wanted]) -> dict[Wanted, Frame]:
-        if not wanted:
-            return {}
-        plan = self._plan(wanted)
-        parts = map(self._read, plan) if len(plan) == 1 else self._pool.map(self._read, plan)
-        found: dict[Wanted, Frame] = {}
-        for frames in parts:
-            found.update(frames)
-        return found
+    def _begin(self, wanted: Sequence[Wanted]) -> tuple[_Coming, list[_Request]]:
+        """Each frame, as it will come, and the requests for those that nobody fetched yet: all of them must be run."""
+        mine: _Coming = {}
+        coming = self._claim(wanted, mine)
+        requests = []
+        try:
+            for span in self._plan(list(mine)):
+                rows = [(row.chunk, Location(span.pack, *row[1:])) for row in span.rows]
+                ahead: _Coming = {}
+                self._claim(rows, ahead)
+                requests.append(_Request(span, ahead | {one: mine.pop(one) for one in rows if one in mine}))
+        except BaseException as error:
+            for futures in (mine, *(request.coming for request in requests)):
+                self._fail(futures, error)
+            raise
+        self._end(mine, {})  # what the contents of its pack do not have there
+        return coming, requests
+
+    def _claim(self, wanted: Sequence[Wanted], mine: _Coming) -> _Coming:
+        """Each frame, as it will come; those that nobody fetched yet are `mine` now."""
+        with self._lock:
+            for one in wanted:
+                if one not in self._coming:
+                    self._coming[one] = mine[one] = Future()
+            return {one: self._coming[one] for one in wanted}
+
+    def _submit(self, request: _Request) -> None:
+        """To the pool. What runs there waits for nothing but the bucket, so that all who wait for it go on."""
+        try:
+            task = self._pool.submit(self._run, request)
+        except RuntimeError:  # closing
+            self._cancel(request)
+        else:
+            task.add_done_callback(lambda task: self._cancel(request) if task.cancelled() else None)
+
+    def _run(self, request: _Request) -> None:
+        try:
+            got = self._read(request.span)
+        except BaseException as error:
+            self._fail(request.coming, error)
+            if not isinstance(error, StoreError):
+                raise
+        else:
+            self._end(request.coming, got)
+
+    def _end(self, futures: _Coming, got: dict[Wanted, Frame]) -> None:
+        self._forget(futures)
+        for one, future in futures.items():
+            future.set_result(got.get(one))
+
+    def _cancel(self, request: _Request) -> None:
+        self._fail(request.coming, StoreError("the store is being closed"))
+
+    def _fail(self, futures: _Coming, error: BaseException) -> None:
+        self._forget(futures)
+        for future in futures.values():
+            future.set_exception(
+                error if isinstance(error, StoreError) else StoreError(f"reading from the bucket ended: {error!r}")
+            )
+
+    def _forget(self, futures: _Coming) -> None:
+        with self._lock:
+            for one in futures:
+                del self._coming[one]
 
     def _plan(self, wanted: Sequence[Wanted]) -> list[Span]:
         plan: list[Span] = []

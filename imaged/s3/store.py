@@ -162,7 +162,7 @@ class MirrorStore(ChunkStore):
 
     def _verify(self, table: str, document: dict[str, Any]) -> None:
         """Before a name is set after a time in which collections did not wait for this host. StoreError."""
-        self.bucket.sync.catch_up(full=True)
+        self.bucket.sync.packs.catch_up(full=True)
         record = ChunkId.parse(document["record"])
         walk = reachable if table == "refs" else reachable_snapshot
         try:
@@ -184,11 +184,11 @@ class MirrorStore(ChunkStore):
             self.bucket.upload()
 
     def _before_change(self) -> None:
-        self._refuse_readonly()
+        self.require_writable()
         self.flush()
 
-    def give_back(self, byte_count: int) -> int | None:
-        return self.bucket.give_back(byte_count)
+    def evict_copies(self, byte_count: int) -> int | None:
+        return self.bucket.evict_copies(byte_count)
 
     def probe(self) -> None:
         self.bucket.probe()

@@ -8,11 +8,9 @@ The table `mirrored` of the index says which version of what is here:
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,9 +22,9 @@ from blake3 import blake3
 from imaged.chunkstore.environment import NAMES, Txn
 from imaged.chunkstore.index import Index
 from imaged.errors import FormatError, NameMovedError, ObjectMissingError
+from imaged.flock import alone
 from imaged.ids import ChunkId
 from imaged.s3.names import (
-    REFS,
     Document,
     Keep,
     Names,
@@ -36,7 +34,8 @@ from imaged.s3.names import (
     parse_document,
     parse_key,
 )
-from imaged.s3.objects import Entry, Objects
+from imaged.s3.objects import Entry, Objects, is_there
+from imaged.slices import slices
 
 KINDS = {"refs": "images", "snapshots": "snapshots"}
 """Tables of names, and how they are called in keys."""
@@ -48,6 +47,8 @@ _MIRRORED = "mirrored"
 _UNKNOWN_TAG = b"?"
 _LOCKS = 16
 _THREADS = 8
+_SLICE = 64
+"""So many profiles or origins are in memory at once."""
 log = logging.getLogger(__name__)
 
 
@@ -71,9 +72,9 @@ class SharedTables:
     """Of one store. Threads share it. `guard` is called before and after a name changes, with its table and what it
     is to stand for: it raises when it may not."""
 
-    def __init__(self, root: Path, index: Index, objects: Objects, guard: Guard) -> None:
+    def __init__(self, root: Path, index: Index, objects: Objects, guard: Guard, settle_s: float | None) -> None:
         self._root, self._index, self._objects, self._guard = root, index, objects, guard
-        self.names = Names(objects)
+        self.names = Names(objects, settle_s=settle_s)
 
     # Names
 
@@ -115,6 +116,7 @@ class SharedTables:
             except NameMovedError:
                 self.look(name.table, name.name)
                 raise
+            self.names.tell()
             self._mirror({name: (now.version, now.document)}, {name: known})
         self._guard(name.table, document)
 
@@ -126,12 +128,8 @@ class SharedTables:
     def _claiming(self, name: _Name) -> Iterator[None]:
         """One process of this host at a time: claims of several would only be in each other's way."""
         number = int.from_bytes(blake3(name.key).digest(2), "big") % _LOCKS
-        fd = os.open(self._root / f"claim-{number}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+        with alone(self._root / f"claim-{number}.lock"):
             yield
-        finally:
-            os.close(fd)
 
     def look(self, table: str, name: str) -> None:
         """Have one name here as the bucket has it now."""
@@ -139,10 +137,15 @@ class SharedTables:
         entries = self._objects.list(directory(wanted.kind, name))
         self._apply({wanted: current(_versions(entries))} if entries else {wanted: None})
 
-    def sync_names(self) -> None:
-        """Have all names here as the bucket has them."""
+    def sync_names(self, *, whole: bool) -> None:
+        """Have all names here as the bucket has them; without `whole` as far as others have told of their changes."""
+        with self.names.all(whole=whole) as entries:
+            if entries is not None:
+                self._apply_all(entries)
+
+    def _apply_all(self, entries: Iterable[Entry]) -> None:
         listed: dict[_Name, list[Version]] = {}
-        for entry in self._objects.list(REFS):
+        for entry in entries:
             found = parse_key(entry.key)
             if found is not None and found[0] in _TABLES:
                 listed.setdefault(_Name(found[0], found[1]), []).append(found[2])
@@ -175,7 +178,7 @@ class SharedTables:
             place = directory(name.kind, name.name)
             held = known.get(name, "")
             try:
-                if held and (version is None or version.key < held) and self._is_there(place + held):
+                if held and (version is None or version.key < held) and is_there(self._objects, place + held):
                     return name, None  # the listing is older than what is here
                 found = self.names.read(place, version)
             except ObjectMissingError:
@@ -188,13 +191,6 @@ class SharedTables:
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="s3-names") as pool:
             read = dict(pool.map(fetch, changed.items()))
         self._mirror({name: found for name, found in read.items() if found is not None}, known)
-
-    def _is_there(self, key: str) -> bool:
-        try:
-            self._objects.get(key)
-        except ObjectMissingError:
-            return False
-        return True
 
     def _mirror(self, found: Mapping[_Name, tuple[str, Document | None]], known: Mapping[_Name, str]) -> None:
         """`known` is what was here before the caller looked."""
@@ -274,25 +270,33 @@ class SharedTables:
         held = {key[1:].decode(): tag.decode() for key, tag in self._index.range(_MIRRORED, mark, mark)}
         changed = [key for key, entry in listed.items() if held.get(key) != entry.etag and _blob_id(key) is not None]
         gone = held.keys() - listed.keys()
-        if not changed and not gone:
+        if changed:
+            self._fetch_blobs(table, changed, listed)
+        if not gone:
             return
-        read: dict[str, bytes] = {}
-        for key in changed:
-            try:
-                read[key] = self._objects.get(key)
-            except ObjectMissingError:
-                continue
         with self._index.write(f"mirror {table}") as txn:
-            for key, value in read.items():
-                chunk = _blob_id(key)
-                assert chunk is not None
-                self._index.put(txn, table, chunk, value)
-                self._index.put(txn, _MIRRORED, b"e" + key.encode(), listed[key].etag.encode())
             for key in gone:
                 chunk = _blob_id(key)
                 if chunk is not None:
                     self._index.delete(txn, table, chunk)
                 self._index.delete(txn, _MIRRORED, b"e" + key.encode())
+
+    def _fetch_blobs(self, table: str, keys: Iterable[str], listed: Mapping[str, Entry]) -> None:
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="s3-blobs") as pool:
+            for some in slices(keys, _SLICE):
+                found = list(pool.map(self._fetch_blob, some))
+                with self._index.write(f"mirror {table}") as txn:
+                    for key, value in found:
+                        chunk = _blob_id(key)
+                        if chunk is not None and value is not None:
+                            self._index.put(txn, table, chunk, value)
+                            self._index.put(txn, _MIRRORED, b"e" + key.encode(), listed[key].etag.encode())
+
+    def _fetch_blob(self, key: str) -> tuple[str, bytes | None]:
+        try:
+            return key, self._objects.get(key)
+        except ObjectMissingError:
+            return key, None
 
 
 def memo_key(diff_id: str, layer: ChunkId) -> str:

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -90,7 +90,7 @@ class Uploads:
         name = known.id if known is not None else new_id()
         if known is None:
             self._packs.set(number, name, UPLOADING)
-        rows = list(self._rows(path, number, row.committed_bytes))
+        rows = self._rows(path, number, row.committed_bytes)
         contents = packindex.pack(row.committed_bytes, rows)
         if rows:
             self._objects.upload(pack_key(name), path, row.committed_bytes)
@@ -100,9 +100,11 @@ class Uploads:
         log.info("pack %d: %d chunks, %d bytes uploaded as %s", number, len(rows), row.committed_bytes, name)
         return True
 
-    def _rows(self, path: Path, number: int, length: int) -> Iterator[Row]:
-        """Every frame that verifies: the last look at them before others rely on them. One that does not is dropped."""
-        bad = []
+    def _rows(self, path: Path, number: int, length: int) -> list[Row]:
+        """Every frame that verifies: the last look at them before others rely on them. What the index has of the pack
+        besides is dropped, wherever the damage is: it would count as in the bucket, and nobody would put it again."""
+        rows: list[Row] = []
+        is_sound = True
         with store_faults("read a pack for its upload", self._root), path.open("rb") as file:
             offset = PACK_HEADER_BYTES
             while offset < length:
@@ -110,6 +112,7 @@ class Uploads:
                     header = FrameHeader.parse(os.pread(file.fileno(), HEADER_BYTES, offset))
                 except FormatError as error:
                     log.error("pack %d at %d: the rest is not uploaded: %s", number, offset, error.message)
+                    is_sound = False
                     break
                 payload = os.pread(file.fileno(), header.payload_bytes, offset + HEADER_BYTES)
                 row = Row(header.id, offset, header.size_bytes, header.payload_bytes, header.codec)
@@ -120,9 +123,15 @@ class Uploads:
                     Frame(header, payload).open()
                 except (FormatError, ChunkCorruptError) as error:
                     log.error("pack %d at %d: not uploaded: %s", number, row.offset, error.message)
-                    bad.append(row)
+                    is_sound = False
                     continue
-                yield row
-        dropped = [(row.chunk, Location(number, *row[1:])) for row in bad]
-        if dropped:
-            self._index.drop(dropped, forget_memos=True)
+                rows.append(row)
+        if not is_sound:
+            self._drop_others(number, rows)
+        return rows
+
+    def _drop_others(self, number: int, rows: Iterable[Row]) -> None:
+        verified = {(row.chunk, Location(number, *row[1:])) for row in rows}
+        lost = [one for one in self._index.chunks() if one[1].pack == number and one not in verified]
+        self._index.drop(lost, forget_memos=True)
+        log.error("pack %d: %d chunks are lost", number, len(lost))

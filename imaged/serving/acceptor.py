@@ -11,8 +11,12 @@ from collections.abc import Callable
 from imaged.serving.guard import HANDSHAKE_S
 
 log = logging.getLogger(__name__)
-_AT_ONCE = 4
-"""Connections taken in one turn: the rest is left to other processes, and to those that are open."""
+_ALONE, _SHARED = 64, 4
+"""Connections taken in one turn of the event loop, by the only process that listens and by one of several.
+
+A turn also answers whoever is connected: of a hundred clients that come together the last would wait for thirty turns,
+ten times as long as for any later answer. Several processes leave more to each other instead.
+"""
 _EXHAUSTED_S = 0.5
 
 
@@ -24,10 +28,12 @@ class Acceptor:
         listener: socket.socket,
         protocol: Callable[[socket.socket], asyncio.Protocol],
         tls: Callable[[], ssl.SSLContext | None],
+        processes: int,
     ) -> None:
         """`protocol` is made for each connection, of the socket it is on; `tls` is asked for each, so that certificates
-        can change."""
+        can change. `processes` share the socket."""
         listener.setblocking(False)
+        self._at_once = _ALONE if processes == 1 else _SHARED
         self._listener, self._protocol, self._tls = listener, protocol, tls
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -51,7 +57,7 @@ class Acceptor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _accept(self) -> None:
-        for _ in range(_AT_ONCE):
+        for _ in range(self._at_once):
             try:
                 sock, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):

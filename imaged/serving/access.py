@@ -206,15 +206,20 @@ class Access:
         except UnauthorizedError:
             self._count(peer)
             raise
-        self._count(granted.client if granted is not None else peer)
-        if granted is not None:
-            if need is not None:
+        client = granted.client if granted is not None else peer
+        try:
+            self._count(client)
+            if granted is not None and need is not None:
                 _require_scope(granted, need.scope)
                 if need.is_whole and granted.namespace is not None:
                     raise ForbiddenError(
                         "this is about the whole store, and the token is of a namespace",
                         hint="use a token without a namespace",
                     )
+        except AccessError as error:
+            log.info("%s %s is refused to %s: %s", request.method, request.path, client, error.message)
+            raise
+        if granted is not None:
             request[_GRANT] = granted
         return await handler(request)
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from imaged.chunkstore.store import ChunkStore
+from imaged.document import parse_json
 from imaged.errors import (
     ChunkCorruptError,
     ChunkError,
@@ -193,13 +193,7 @@ def _put(store: ChunkStore, frames: list[Frame]) -> None:
 
 async def read_json(request: web.Request) -> dict[str, Any]:
     """The request's body as a JSON object. FormatError."""
-    try:
-        document = json.loads(await request.read())
-    except (ValueError, RecursionError) as error:
-        raise FormatError("request body", expected="a JSON object", found=str(error)[:200]) from error
-    if not isinstance(document, dict):
-        raise FormatError("request body", expected="a JSON object", found=type(document).__name__)
-    return document
+    return parse_json(await request.read(), "request body")
 
 
 def parse_id(document: Mapping[str, Any], field: str) -> ChunkId:
@@ -211,13 +205,10 @@ def parse_id(document: Mapping[str, Any], field: str) -> ChunkId:
 
 
 async def read_ids(request: web.Request) -> list[ChunkId]:
-    """Ids from `{"ids": [hex, ...]}`, or raw 32-byte ids in an application/octet-stream body. FormatError."""
-    size = ChunkId.SIZE_BYTES
-    if request.content_type == "application/octet-stream":
-        raw = await request.read()
-        if len(raw) % size:
-            raise FormatError("request body", expected=f"ids of {size} bytes each", found=f"{len(raw)} bytes")
-        ids = [ChunkId(raw[at : at + size]) for at in range(0, len(raw), size)]
+    """Ids from `{"ids": [hex, ...]}`, or raw 32-byte ids in a body that is said to be application/octet-stream, which
+    aiohttp takes one of no type for. FormatError."""
+    if hdrs.CONTENT_TYPE in request.headers and request.content_type == "application/octet-stream":
+        ids = ChunkId.several(await request.read())
     else:
         listed = (await read_json(request)).get("ids")
         if not isinstance(listed, list) or not all(isinstance(text, str) for text in listed):

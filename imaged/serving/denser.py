@@ -54,7 +54,7 @@ def densify(store: ChunkStore, chunks: Iterable[ChunkId]) -> Densified:
             if shorter is None:
                 continue
             frame, less_bytes = shorter
-            appender.append(frame)
+            appender.append([frame])
             count += 1
             saved_bytes += less_bytes
             waiting_bytes += frame.stored_bytes

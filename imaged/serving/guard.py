@@ -12,10 +12,12 @@ import logging
 import resource
 import socket
 import struct
-from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from aiohttp.web_protocol import RequestHandler
+
+from imaged.serving.repeating import repeating
 
 log = logging.getLogger(__name__)
 HEAD_S = 10.0
@@ -74,7 +76,8 @@ class Guarded(RequestHandler):
     """A connection that a `Guard` watches."""
 
     def __init__(self, *arguments: Any, guard: Guard, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+        # Bodies are not inflated: that is done as they come in, before anybody has asked who sent them.
+        super().__init__(*arguments, auto_decompress=False, **options)
         self._guard = guard
         self._opened_s = self._head_since_s = self._heard_s = 0.0
         self._received_bytes = 0
@@ -183,20 +186,10 @@ class Guard:
         oldest.force_close()
         return True
 
-    @contextlib.asynccontextmanager
-    async def watching(self) -> AsyncIterator[None]:
+    def watching(self) -> AbstractAsyncContextManager[None]:
         """Look after the connections until the end of the block."""
-        task = asyncio.create_task(self._watch(), name="guard")
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            self.look(asyncio.get_running_loop().time())
+        clock = asyncio.get_running_loop().time
+        return repeating(lambda: self.look(clock()), _LOOK_S, "guard")
 
     def look(self, now_s: float) -> None:
         """End what is overdue."""

@@ -13,13 +13,13 @@ from aiohttp import web
 from imaged.chunkstore.tenant import ForeignNameError
 from imaged.errors import (
     ChunkError,
+    ChunkUnreadableError,
     FormatError,
     InvalidNameError,
     NameTakenError,
     NotFoundError,
     PvisorError,
     StoreBusyError,
-    StoreError,
     StoreFullError,
     StoreReadOnlyError,
     UpstreamError,
@@ -28,6 +28,7 @@ from imaged.jobs.jobstore import JobEndedError, QueueFullError
 from imaged.measure import IncompleteError
 from imaged.serving.access import AccessError, ForbiddenError, TooManyError, UnauthorizedError
 from imaged.serving.chunkapi import BadUploadError
+from imaged.serving.foreign import ForeignPageError
 from imaged.serving.imageapi import SourceRefusedError
 from imaged.serving.through import LoopError
 from imaged.serving.traffic import ROUTE
@@ -37,6 +38,7 @@ STATUS: tuple[tuple[type[PvisorError], int], ...] = (
     (UnauthorizedError, 401),
     (ForbiddenError, 403),
     (ForeignNameError, 403),
+    (ForeignPageError, 403),
     (TooManyError, 429),
     (NotFoundError, 404),
     (BadUploadError, 400),
@@ -58,6 +60,8 @@ REQUEST_ID = "X-Request-Id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DAMAGED_HINT = "at the server: `pvisor image verify NAME` drops damaged chunks; then upload or convert the image again"
 _BROKEN_OFF = 499
+_EXPECTED = (503, 507)
+"""A store that is busy or full, or a bucket that does not answer, is told elsewhere, once, and refuses very many."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -68,6 +72,8 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     if resource is not None:
         request[ROUTE] = resource.canonical
     try:
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            return error_response(415, "a compressed body", "send it as it is, without Content-Encoding")
         return await handler(request)
     except PvisorError as error:
         status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
@@ -75,13 +81,14 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         if isinstance(error, ChunkError):
             log.error("%s %s: %s [request %s]", request.method, request.path, error.message, number)
             message = f"the server's own store is damaged: {error.message}"
-            return _numbered(number, error_response(status, message, _DAMAGED_HINT))
-        if status >= 500 and not isinstance(error, StoreError):
+            hint = error.hint if isinstance(error, ChunkUnreadableError) else _DAMAGED_HINT
+            return _numbered(number, error_response(status, message, hint))
+        if status >= 500 and status not in _EXPECTED:
             log.error("%s %s: %s [request %s]", request.method, request.path, error.message, number)
         headers = error.headers if isinstance(error, AccessError) else None
         return _numbered(number, error_response(status, error.message, error.hint, headers))
     except web.RequestPayloadError as error:
-        return error_response(400, f"request body: {error}", "send it whole, in the Content-Encoding that it states")
+        return error_response(400, f"request body: {error}", "send it whole")
     except web.HTTPException as error:
         if error.status < 400:
             raise

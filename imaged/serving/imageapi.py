@@ -13,7 +13,14 @@ from imaged import catalog
 from imaged.chunkstore.refs import Ref
 from imaged.chunkstore.store import ChunkStore
 from imaged.chunkstore.tenant import name_within, require_own
-from imaged.errors import ChunkError, ChunkMissingError, FormatError, NotFoundError, PvisorError
+from imaged.errors import (
+    ChunkError,
+    ChunkMissingError,
+    ChunkUnreadableError,
+    FormatError,
+    NotFoundError,
+    PvisorError,
+)
 from imaged.ids import ChunkId
 from imaged.jobs.job import Job
 from imaged.jobs.running import Jobs
@@ -28,7 +35,7 @@ from imaged.serving.bootapi import DamagedError, answer, choice, is_known, known
 from imaged.serving.bootview import BootView, BootViews
 from imaged.serving.chunkapi import ChunkApi, parse_id, read_json
 from imaged.serving.jobapi import accepted
-from imaged.serving.through import ThroughStore
+from imaged.serving.throughstore import ThroughStore
 from imaged.signature import Signature
 
 log = logging.getLogger(__name__)
@@ -177,6 +184,8 @@ def _list(store: ChunkStore) -> list[dict[str, Any]]:
     for name, ref in store.refs.items():
         try:
             found.append(_document(catalog.load(store, name, ref)))
+        except ChunkUnreadableError:  # the disk may give it again: an image that is there is not said to be gone
+            raise
         except (ChunkError, FormatError) as error:
             log.error("image %s is not listed: %s", name, error.message)
     return found

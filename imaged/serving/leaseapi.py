@@ -20,6 +20,7 @@ from imaged.ids import ChunkId
 from imaged.serving.access import grant, require, view
 from imaged.serving.blocking import Blocking
 from imaged.serving.chunkapi import read_json
+from imaged.serving.repeating import repeating
 from imaged.serving.tokens import Scope
 
 HEADER = "Pvisor-Lease"
@@ -45,18 +46,11 @@ class LeaseApi:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """While requests are answered: lets go of the server's own lease when there have been no uploads for long."""
-        task = asyncio.create_task(self._expire(), name="leases")
         try:
-            yield
+            async with repeating(lambda: asyncio.to_thread(self._rolling.expire), _EXPIRE_S, "leases"):
+                yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
             await asyncio.to_thread(self._rolling.close)
-
-    async def _expire(self) -> None:
-        while True:
-            await asyncio.sleep(_EXPIRE_S)
-            await asyncio.to_thread(self._rolling.expire)
 
     @contextlib.contextmanager
     def naming(self, store: ChunkStore, lease: str | None) -> Iterator[None]:

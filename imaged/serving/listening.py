@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -55,10 +56,10 @@ def base_url(listener: socket.socket, host: str, *, tls: bool = False) -> str:
 
 @asynccontextmanager
 async def accepting(
-    app: web.Application, listener: socket.socket, fast: FastPath, tls: ServerTls | None
+    app: web.Application, listener: socket.socket, fast: FastPath, tls: ServerTls | None, *, processes: int = 1
 ) -> AsyncIterator[None]:
     """Requests are answered within the block. Leaving it closes idle connections, lets answers under way take ten
-    seconds, and takes no new ones."""
+    seconds, and takes no new ones. `processes` listen on the socket, this one included."""
     runner = web.AppRunner(app, shutdown_timeout=_SHUTDOWN_S)
     await runner.setup()
     manager = runner.server
@@ -68,6 +69,7 @@ async def accepting(
         listener,
         lambda sock: ChunkProtocol(manager, fast, sock, keepalive_s=_KEEPALIVE_S),
         tls=lambda: None if tls is None else tls.context,
+        processes=processes,
     )
     async with AsyncExitStack() as stack:
         stack.push_async_callback(runner.cleanup)
@@ -75,6 +77,7 @@ async def accepting(
         await stack.enter_async_context(fast.guard.watching())
         if tls is not None:
             await stack.enter_async_context(tls.watching())
+        gc.freeze()  # all that is alive now stays so: nobody shall wait while it is looked through for garbage
         acceptor.start()
         yield
 

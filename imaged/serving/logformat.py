@@ -6,6 +6,7 @@ import json
 import logging
 import time
 
+from imaged.loglines import LineFormatter
 from imaged.serving.serveconfig import ServeOptions
 
 _TEXT = "pvisor: %(levelname)s: %(message)s"
@@ -33,6 +34,6 @@ class JsonFormatter(logging.Formatter):
 def configure(options: ServeOptions) -> None:
     """For this process: warnings and worse on stderr, a line for each request when that was asked for."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter() if options.log_format == "json" else logging.Formatter(_TEXT))
+    handler.setFormatter(JsonFormatter() if options.log_format == "json" else LineFormatter(_TEXT))
     level = logging.INFO if options.log_requests else logging.WARNING
     logging.basicConfig(handlers=[handler], level=level, force=True)

@@ -21,9 +21,10 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 from prometheus_client.registry import Collector
 
 from imaged.chunkstore.store import ChunkStore
+from imaged.collection.eviction import noted_bound, used_bytes
+from imaged.serving.metricsfiles import MULTIPROCESS
 from imaged.serving.traffic import BUCKETS_S, Kind, Traffic
 
-MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PAGE_BYTES = resource.getpagesize()
 
@@ -147,6 +148,10 @@ class _StoreCollector(Collector):
         disk = os.statvfs(store.root)
         yield _gauge("pvisor_store_free_bytes", "Free on the file system of the store.", disk.f_bavail * disk.f_frsize)
         yield _gauge("pvisor_store_disk_bytes", "Size of the file system of the store.", disk.f_blocks * disk.f_frsize)
+        bound = noted_bound(store.index)
+        if bound is not None:
+            yield _gauge("pvisor_cache_max_bytes", "The bound of the packs, --cache-max.", bound)
+            yield _gauge("pvisor_cache_used_bytes", "What the packs take of it on disk.", used_bytes(store.root))
         yield _gauge("pvisor_images", "Names of images.", sum(1 for _ in store.refs.items()))
         yield _gauge("pvisor_snapshots", "Names of snapshots.", sum(1 for _ in store.snapshots.items()))
         jobs = GaugeMetricFamily("pvisor_jobs", "Jobs that are remembered, by state.", labels=["state"])

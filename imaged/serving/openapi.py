@@ -257,7 +257,7 @@ def _with_access(path: str, operations: Operations) -> Operations:
     for method, described in operations.items():
         need = ROUTES[method.upper(), path]
         if need is not Need.OPEN:
-            refused = errors("401", "403", "429") | (
+            refused = errors("401", "403", "415", "429") | (
                 {"413": errors("413")["413"]} if "requestBody" in described else {}
             )
             described = {

@@ -16,6 +16,7 @@ from imaged.serving.blocking import Blocking
 from imaged.serving.bootapi import choice
 from imaged.serving.httperrors import error_response
 from imaged.serving.metrics import CONTENT_TYPE, Metrics
+from imaged.serving.repeating import repeating
 
 _LOOKED_S = 1.0
 _ROOM_BYTES = 32 << 20
@@ -29,7 +30,7 @@ class OperationsApi:
     def __init__(self, store: ChunkStore, blocking: Blocking, metrics: Metrics) -> None:
         self._store, self._blocking, self._metrics = store, blocking, metrics
         self._stopping = False
-        self._lock = asyncio.Lock()
+        self._lock, self._rendering = asyncio.Lock(), asyncio.Lock()
         self._looked_s = -_LOOKED_S
         self._reads: StoreError | None = None
         self._writes: StoreError | None = None
@@ -80,26 +81,20 @@ class OperationsApi:
 
     async def numbers(self, request: web.Request) -> web.Response:
         """GET metrics."""
-        self._metrics.take()
-        body = await self._blocking.run(self._metrics.render)
+        async with self._rendering:
+            self._metrics.take()
+            body = await self._blocking.run(self._metrics.render)
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE, "Cache-Control": "no-store"})
 
     @contextlib.asynccontextmanager
     async def reporting(self) -> AsyncIterator[None]:
         """Within the block the other processes of this server know this one's numbers."""
-        task = asyncio.create_task(self._report(), name="metrics")
         try:
-            yield
+            async with repeating(self._metrics.take, _TAKE_S, "metrics"):
+                yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
             with contextlib.suppress(OSError):  # without a supervisor its directory goes too
                 self._metrics.take()
-
-    async def _report(self) -> None:
-        while True:
-            self._metrics.take()
-            await asyncio.sleep(_TAKE_S)
 
 
 def _require_room(store: ChunkStore) -> None:

@@ -18,7 +18,7 @@ from imaged.serving.access import view
 from imaged.serving.blocking import Blocking
 from imaged.serving.chunkapi import read_ids
 from imaged.serving.denser import Denser
-from imaged.serving.through import ThroughStore
+from imaged.serving.throughstore import ThroughStore
 
 PROFILE_TYPE = "application/vnd.pvisor.profile"
 

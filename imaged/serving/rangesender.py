@@ -40,44 +40,48 @@ class RangeSender:
 
     def start(self) -> bool:
         """Whether all of it went out at once; then `ended` is not called."""
-        if self._transport.get_write_buffer_size():
-            self._wait()
-            return False
-        return self._go()
+        return self._try()
 
     def resume(self) -> None:
         """The transport's buffer is empty."""
-        if not self._over and self._go():
+        if not self._over and self._try():
             self._end(None)
 
     def stop(self, error: Exception) -> None:
         """The connection is gone."""
         self._end(error)
 
-    def _go(self) -> bool:
-        ranges, fd, room = self._plan.ranges, self._sock.fileno(), _TURN_BYTES
+    def _try(self) -> bool:
+        """Send what may be sent now; whether that was all. What fails ends the connection."""
         try:
-            while self._at < len(ranges):
-                file, _, end = ranges[self._at]
-                while self._offset < end:
-                    if room <= 0:
-                        self._loop.call_soon(self.resume)
-                        return False
-                    sent = os.sendfile(fd, file.fd, self._offset, min(end - self._offset, room))
-                    if not sent:
-                        raise OSError(f"a pack ends at {self._offset}, its index says {end}")
-                    self._offset += sent
-                    room -= sent
-                self._at += 1
-                if self._at < len(ranges):
-                    self._offset = ranges[self._at][1]
-        except BlockingIOError:
+            if not self._transport.get_write_buffer_size():
+                return self._go()
             self._wait()
-            return False
         except OSError as error:
             self._transport.abort()
             self._loop.call_soon(self._end, error)
-            return False
+        return False
+
+    def _go(self) -> bool:
+        ranges, fd, room = self._plan.ranges, self._sock.fileno(), _TURN_BYTES
+        while self._at < len(ranges):
+            file, _, end = ranges[self._at]
+            while self._offset < end:
+                if room <= 0:
+                    self._loop.call_soon(self.resume)
+                    return False
+                try:
+                    sent = os.sendfile(fd, file.fd, self._offset, min(end - self._offset, room))
+                except BlockingIOError:
+                    self._wait()
+                    return False
+                if not sent:
+                    raise OSError(f"a pack ends at {self._offset}, its index says {end}")
+                self._offset += sent
+                room -= sent
+            self._at += 1
+            if self._at < len(ranges):
+                self._offset = ranges[self._at][1]
         return True
 
     def _wait(self) -> None:

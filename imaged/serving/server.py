@@ -15,14 +15,16 @@ from aiohttp import web
 from imaged.chunkstore.store import MIRROR_NAME, ChunkStore
 from imaged.collection.eviction import Evictor
 from imaged.ids import ChunkId
+from imaged.jobs.directorystore import DirectoryJobStore
 from imaged.jobs.jobprocess import Workers
-from imaged.jobs.jobstore import DirectoryJobStore, JobStore
+from imaged.jobs.jobstore import JobStore
 from imaged.jobs.running import Jobs
 from imaged.serving.access import ACCESS, VIEWS, Access
 from imaged.serving.blocking import Blocking
 from imaged.serving.chunkapi import ChunkApi
 from imaged.serving.chunkprotocol import FastPath
 from imaged.serving.denser import Denser
+from imaged.serving.foreign import refuse_foreign
 from imaged.serving.guard import Guard
 from imaged.serving.httperrors import errors
 from imaged.serving.imageapi import ImageApi
@@ -86,7 +88,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with application(store, options) as app, accepting(app, listener, app[FAST], tls):
+    async with application(store, options) as app, accepting(app, listener, app[FAST], tls, processes=options.workers):
         announce()
         await until_stopped(stop, app[_OPERATIONS].stop, options.drain_s)
 
@@ -109,7 +111,8 @@ async def application(store: ChunkStore, options: ServeOptions | None = None) ->
             leases = LeaseApi(store, blocking)
             chunks = ChunkApi(store, blocking, leases)
             images = ImageApi(store, jobs, chunks, blocking)
-            app = web.Application(middlewares=[errors, access.middleware], client_max_size=_BODY_LIMIT_BYTES)
+            middlewares = [errors, refuse_foreign, access.middleware]
+            app = web.Application(middlewares=middlewares, client_max_size=_BODY_LIMIT_BYTES)
             app[ACCESS] = access
             if through is not None:
                 app[VIEWS] = through

@@ -7,19 +7,20 @@ stdout once it answers, or {"error", "hint"}, and ends when its stdin does: then
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
 import socket
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 from imaged.errors import PvisorError
-from imaged.serving.logformat import configure
-from imaged.serving.metrics import MULTIPROCESS
-from imaged.serving.serveconfig import ServeOptions
-from imaged.serving.server import serve_on
+from imaged.serving import metricsfiles
+
+log = logging.getLogger(__name__)
 
 
 def _say(document: dict[str, Any]) -> None:
@@ -34,10 +35,28 @@ def _end_with_parent(orphaned: threading.Event) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def _count_together(directory: Path) -> OSError | None:
+    """Before prometheus_client is imported: it looks then whether it is to. The error for which it is not."""
+    try:
+        metricsfiles.reserve(directory)
+    except OSError as error:
+        del os.environ[metricsfiles.MULTIPROCESS]
+        return error
+    return None
+
+
 def main() -> int:
     given = json.loads(sys.stdin.buffer.readline())
+    metrics = Path(os.environ[metricsfiles.MULTIPROCESS])
+    alone = _count_together(metrics)
+    from imaged.serving.logformat import configure
+    from imaged.serving.serveconfig import ServeOptions
+    from imaged.serving.server import serve_on
+
     options = ServeOptions.parse(given["options"])
     configure(options)
+    if alone is not None:
+        log.error("metrics of this process are its own: no room in %s: %s", metrics, alone.strerror)
     orphaned = threading.Event()
     threading.Thread(target=_end_with_parent, args=(orphaned,), daemon=True).start()
     try:
@@ -48,7 +67,7 @@ def main() -> int:
         return 1
     finally:
         if orphaned.is_set():  # nobody else is left to do it
-            shutil.rmtree(os.environ[MULTIPROCESS], ignore_errors=True)
+            shutil.rmtree(metrics, ignore_errors=True)
     return 0
 
 

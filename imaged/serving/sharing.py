@@ -13,7 +13,6 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 
 from imaged.blockformat import Leaf, Root
@@ -22,6 +21,7 @@ from imaged.chunkstore.tenant import tenant_view
 from imaged.errors import ChunkError, FormatError, PvisorError
 from imaged.ids import ChunkId
 from imaged.record import ImageRecord
+from imaged.slices import slices
 from imaged.snapshot import SnapshotRecord
 
 _SEVERAL = -1
@@ -56,7 +56,7 @@ def own_bytes(store: ChunkStore) -> dict[ChunkId, int]:
             _note(holders, chunk, holders[leaf])
     own = [0] * len(owners)
     alone = ((chunk, number) for chunk, number in holders.items() if number != _SEVERAL)
-    while part := list(islice(alone, _AT_ONCE)):
+    for part in slices(alone, _AT_ONCE):
         for (_, number), stored_bytes in zip(part, _sizes(store, [chunk for chunk, _ in part]), strict=True):
             own[number] += stored_bytes
     return dict(zip(owners, own, strict=True))

@@ -22,7 +22,7 @@ from imaged.serving.blocking import Blocking
 from imaged.serving.bootapi import DamagedError, answer, choice, is_known, known
 from imaged.serving.bootview import BootView, snapshot_view
 from imaged.serving.chunkapi import ChunkApi, parse_id, read_json
-from imaged.serving.through import ThroughStore
+from imaged.serving.throughstore import ThroughStore
 from imaged.snapshot import STATE_LIMIT_BYTES, SnapshotRecord
 from imaged.snapshots import Snapshot
 

@@ -10,17 +10,17 @@ import asyncio
 import contextlib
 import json
 import logging
-import shutil
 import signal
 import socket
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from imaged import submodule
 from imaged.errors import PvisorError
-from imaged.serving.metrics import MULTIPROCESS, forget_process
+from imaged.serving import metricsfiles
+from imaged.serving.metrics import forget_process
 from imaged.serving.serveconfig import ServeOptions
 
 log = logging.getLogger(__name__)
@@ -33,17 +33,8 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 10.0
 
 def supervise(listener: socket.socket, options: ServeOptions, *, announce: Callable[[], None]) -> None:
     """Until SIGTERM or SIGINT, which every process gets then. PvisorError when one does not start at first."""
-    with _metrics_directory() as metrics:
+    with metricsfiles.directory() as metrics:
         asyncio.run(_Supervisor(listener, options, metrics).run(announce))
-
-
-@contextlib.contextmanager
-def _metrics_directory() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="pvisor-metrics-"))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 class _Supervisor:
@@ -57,7 +48,11 @@ class _Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end)
         try:
-            first = await asyncio.gather(*(self._start() for _ in range(self._options.workers)))
+            starting = [asyncio.create_task(self._start()) for _ in range(self._options.workers)]
+            try:
+                first = await asyncio.gather(*starting)
+            finally:
+                await _cancelled(starting)
             announce()
             async with asyncio.TaskGroup() as group:
                 for process in first:
@@ -79,18 +74,32 @@ class _Supervisor:
             await process.wait()
 
     async def _start(self) -> asyncio.subprocess.Process:
-        """A process that answers. PvisorError with its own words when it does not."""
+        """A process that answers. PvisorError with its own words when it does not; then it is ended: nobody would wait
+        for it, and it must not answer later beside the one that is started instead."""
         fd = self._listener.fileno()
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *submodule.command("imaged.serving.server_worker"),
             stdin=pipe,
             stdout=pipe,
-            env={**submodule.environment(), MULTIPROCESS: str(self._metrics)},
+            env={**submodule.environment(), metricsfiles.MULTIPROCESS: str(self._metrics)},
             pass_fds=(fd,),
             start_new_session=True,  # Ctrl-C is for this process, which tells the others
         )
         self._running.add(process)
+        try:
+            await self._answer(process, fd)
+        except BaseException as error:
+            if not isinstance(error, PvisorError) or not self._stop.is_set():
+                await self._kill(process)
+                raise
+        if self._stop.is_set():
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+        return process
+
+    async def _answer(self, process: asyncio.subprocess.Process, fd: int) -> None:
+        """Tell it what it is to do, and wait until it does it. PvisorError."""
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(json.dumps({"listener": fd, "options": self._options.to_json()}).encode() + b"\n")
         try:
@@ -99,12 +108,17 @@ class _Supervisor:
             if "error" in document:
                 raise PvisorError(str(document["error"]), hint=str(document.get("hint", "")))
         except (TimeoutError, ValueError, TypeError) as error:
-            if self._stop.is_set():
-                return process
             raise PvisorError("a serving process did not start", hint="what it logged says why") from error
-        if self._stop.is_set():
-            process.terminate()
-        return process
+
+    async def _kill(self, process: asyncio.subprocess.Process) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        self._forget(process)
+
+    def _forget(self, process: asyncio.subprocess.Process) -> None:
+        self._running.discard(process)
+        forget_process(process.pid, self._metrics)
 
     async def _keep(self, process: asyncio.subprocess.Process) -> None:
         """Wait for the process's end, and start another, until all is to end."""
@@ -140,5 +154,10 @@ class _Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-        self._running.discard(process)
-        forget_process(process.pid, self._metrics)
+        self._forget(process)
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

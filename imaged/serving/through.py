@@ -16,10 +16,10 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as LateError
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 from aiohttp import web
 
@@ -43,12 +43,14 @@ from imaged.fetching.serverconnection import VIA
 from imaged.fetching.tally import Tally
 from imaged.fetching.tiers import first, tiers
 from imaged.fetching.upstream import HttpUpstream
-from imaged.frame import Codec, Frame
+from imaged.frame import Frame
 from imaged.ids import ChunkId
 from imaged.names import ImageName, snapshot_name
 from imaged.serving.passedleases import PassedLeases
+from imaged.serving.throughstore import ThroughStore
 from imaged.transfer.pull import pull_image
 from imaged.transfer.snapshotpull import pull_snapshot
+from imaged.turns import Turns
 
 log = logging.getLogger(__name__)
 MOST_HOPS = 8
@@ -59,7 +61,6 @@ _FRESH_S = 2.0
 _KEEP_WAIT_S = 5.0
 _RECENT_BYTES = 64 << 20
 _MOST_RECENT_NAMES = 4096
-_LOOKUP_COUNT = 256
 _THREADS = 32
 _RETRY = RetryPolicy(total_s=2.0)
 """Clients are patient, and ask again."""
@@ -85,7 +86,7 @@ class Through:
         self._joining = ThreadPoolExecutor(_THREADS, thread_name_prefix="join")
         self._leases = PassedLeases(store, [one.patient(_NAME_RETRY) for one in self._upstreams], self.id)
         self._lock = threading.Lock()
-        self._turns: dict[str, threading.Lock] = {}
+        self._turns = Turns()
         self._looked_up: dict[str, float] = {}
 
     def close(self) -> None:
@@ -131,8 +132,8 @@ class Through:
                 return
         ImageName.parse(name)
 
-        def pull(upstream: HttpUpstream) -> None:
-            pull_image(self._fetcher, upstream, name, lazy=True, tally=self.tally)
+        def pull(upstream: HttpUpstream) -> Future[None] | None:
+            return pull_image(self._fetcher, upstream, name, lazy=True, tally=self.tally).published
 
         self._look_up(f"image {name}", known, via, pull)
 
@@ -149,24 +150,23 @@ class Through:
         if not ChunkId.is_id(name):
             snapshot_name(name)
 
-        def pull(upstream: HttpUpstream) -> None:
-            try:
-                pull_snapshot(self._fetcher, upstream, name, lazy=True, tally=self.tally)
-            except NameTakenError as error:
-                log.info("%s", error.message)
+        def pull(upstream: HttpUpstream) -> Future[None] | None:
+            return pull_snapshot(self._fetcher, upstream, name, lazy=True, tally=self.tally).published
 
         self._look_up(f"snapshot {name}", known, via, pull)
 
-    def _look_up(self, what: str, known: bool, via: str, pull: Callable[[HttpUpstream], None]) -> None:
+    def _look_up(self, what: str, known: bool, via: str, pull: Callable[[HttpUpstream], Future[None] | None]) -> None:
         chain = self._chain(via)
-        with self._turn(what) if not via else nullcontext():
+        with self._turns.take(what) if not via else nullcontext():
             if time.monotonic() - self._looked_up.get(what, -_FRESH_S) < _FRESH_S:
                 return
             try:
-                first(tiers((upstream.asked_via(chain) for upstream in self._upstreams), _NAME_RETRY), pull)
-                self._fetcher.drain()
+                asked = (upstream.asked_via(chain) for upstream in self._upstreams)
+                self._fetcher.drain(first(tiers(asked, _NAME_RETRY), pull))
             except NotFoundError:
                 raise
+            except NameTakenError as error:
+                log.info("%s", error.message)
             except (UpstreamError, ChunkMissingError, ChunkCorruptError) as error:
                 if not known:
                     raise
@@ -175,17 +175,6 @@ class Through:
                 self._looked_up[what] = time.monotonic()
                 while len(self._looked_up) > _MOST_RECENT_NAMES:
                     del self._looked_up[next(iter(self._looked_up))]
-
-    @contextmanager
-    def _turn(self, what: str) -> Iterator[None]:
-        with self._lock:
-            turn = self._turns.setdefault(what, threading.Lock())
-        try:
-            with turn:
-                yield
-        finally:
-            with self._lock:
-                self._turns.pop(what, None)
 
     def _chain(self, via: str) -> str:
         """The ids that a request upstream carries. LoopError."""
@@ -292,84 +281,3 @@ class _FrameFetcher(Fetcher):
         if packed is not None:
             return Frame.parse(packed)
         return self.store.frame(chunk) or Frame.of(data, chunk=chunk)
-
-
-_AS_BELOW = (
-    "absent",
-    "df",
-    "flush",
-    "frames_bytes",
-    "give_back",
-    "has",
-    "keeping",
-    "lease",
-    "missing",
-    "packed_cached",
-    "planner",
-    "probe",
-    "put",
-    "put_all",
-    "put_frame",
-    "relying",
-    "require_writable",
-    "sizes",
-)
-
-
-class ThroughStore(ChunkStore):
-    """A store as a request sees it that may have what is not here fetched: reading does that, nothing else.
-
-    Made for each request; the store below is the owner's to close.
-    """
-
-    def __init__(self, store: ChunkStore, through: Through, via: str) -> None:
-        self.__dict__.update(store.__dict__)
-        for name in _AS_BELOW:  # which may be of a class of its own
-            self.__dict__[name] = getattr(store, name)
-        self._below, self._through, self._via = store, through, via
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-    def find_image(self, name: str) -> None:
-        """As `Through.find_image`."""
-        self._through.find_image(name, self._via)
-
-    def find_snapshot(self, name: str) -> None:
-        """As `Through.find_snapshot`."""
-        self._through.find_snapshot(name, self._via)
-
-    def offer(self, image: ChunkId, touched: Sequence[ChunkId]) -> None:
-        """As `Through.offer`."""
-        if not self._via:
-            self._through.offer(image, touched)
-
-    def get(self, chunk: ChunkId) -> bytes:
-        try:
-            return self._below.get(chunk)
-        except (ChunkMissingError, ChunkCorruptError):
-            frame = self._through.bring([chunk], self._via)[chunk]
-            if frame.header.codec is Codec.MISSING:
-                raise
-            return frame.open()
-
-    def frame(self, chunk: ChunkId) -> Frame | None:
-        found = next(self.frames([chunk]))
-        return found if found.header.size_bytes else None
-
-    def frames(self, chunks: Sequence[ChunkId]) -> Iterator[Frame]:
-        for start in range(0, len(chunks), _LOOKUP_COUNT):
-            wanted = chunks[start : start + _LOOKUP_COUNT]
-            here = {frame.id: frame for frame in self._below.frames(wanted) if frame.header.codec is not Codec.MISSING}
-            absent = [chunk for chunk in dict.fromkeys(wanted) if chunk not in here]
-            self._through.tally.count(hits=len(here))
-            found = self._through.bring(absent, self._via) if absent else {}
-            for chunk in wanted:
-                yield here[chunk] if chunk in here else found[chunk]
-
-    def prepare(self, chunks: Sequence[ChunkId]) -> int | None:
-        absent = self._below.absent(chunks)
-        if not absent:
-            return self._below.frames_bytes(chunks)
-        self._through.expect(absent, self._via)
-        return None

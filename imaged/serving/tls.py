@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
 import ssl
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from imaged.errors import PvisorError
+from imaged.serving.repeating import repeating
+from imaged.serving.watchedfiles import WatchedFiles
 
 log = logging.getLogger(__name__)
 _LOOK_S = 1.0
 _DAY_S = 86400
 _WARN_S = 14 * _DAY_S
 _FILE_LIMIT_BYTES = 1 << 20
-_Signature = tuple[tuple[int, int, int, int], ...]
 
 
 class ServerTls:
@@ -31,39 +32,18 @@ class ServerTls:
         """PvisorError when they can not be used."""
         self._certificate, self._key = certificate, key
         self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        self._seen = _signature(certificate, key)
-        self._load()
+        self._files = WatchedFiles("the certificate stays as it was", (certificate, key), self._load)
 
-    @contextlib.asynccontextmanager
-    async def watching(self) -> AsyncIterator[None]:
+    def watching(self) -> AbstractAsyncContextManager[None]:
         """Look after the files until the end of the block."""
-        task = asyncio.create_task(self._watch(), name="tls")
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            self.reload()
+        return repeating(self.reload, _LOOK_S, "tls")
 
     def reload(self) -> None:
-        """Read the files again if they have changed. Between the two files of a renewal they may not fit: then the next
+        """Read the files again if they have changed. Between the two files of a renewal they may not fit: then a later
         look, after the other has come, takes both."""
-        seen = _signature(self._certificate, self._key)
-        if seen == self._seen:
-            return
-        self._seen = seen
-        try:
-            self._load()
-        except PvisorError as error:
-            log.error("the certificate stays as it was: %s (%s)", error.message, error.hint)
-            return
-        log.warning("certificate %s was read again", self._certificate)
+        self._files.look()
 
-    def _load(self) -> None:
+    def _load(self) -> str:
         """Both files are read once, tried apart, and then taken: the live context never has half of a pair."""
         certificate, key = _read(self._certificate, "--tls-cert"), _read(self._key, "--tls-key")
         with _as_file(certificate) as certificate_path, _as_file(key) as key_path:
@@ -76,6 +56,7 @@ class ServerTls:
                     hint="both in PEM; the certificate first, then those that signed it; the key without a password",
                 ) from None
         _warn_of_expiry(self._certificate, certificate)
+        return f"certificate {self._certificate} was read again"
 
 
 def _no_password() -> str:
@@ -123,11 +104,3 @@ def _warn_of_expiry(path: Path, pem: bytes) -> None:
         log.error("certificate %s has expired on %s: no client will accept it", path, ends.date())
     elif left_s < _WARN_S:
         log.warning("certificate %s expires on %s", path, ends.date())
-
-
-def _signature(*paths: Path) -> _Signature | None:
-    try:
-        found = [path.stat() for path in paths]
-    except OSError:
-        return None
-    return tuple((one.st_dev, one.st_ino, one.st_mtime_ns, one.st_size) for one in found)

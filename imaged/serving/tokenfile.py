@@ -33,7 +33,7 @@ def revoke_token(path: Path, token_id: str) -> Token:
     if _ID.fullmatch(token_id) is None:  # it may be a secret, which no error shows
         raise NotFoundError("that is not the id of a token", hint=_HINT)
     with _changing(path):
-        held, _ = read_tokens(path)
+        held = read_tokens(path)
         found = [token for token in held.tokens if token.digest.hex().startswith(token_id)]
         if len(found) != 1:
             what = f"{len(found)} tokens begin with {token_id}" if found else f"no token {token_id}"

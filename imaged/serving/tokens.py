@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Self
 
 from imaged.errors import FormatError, InvalidNameError, PvisorError
+from imaged.serving.watchedfiles import WatchedFiles
 
 log = logging.getLogger(__name__)
 _SECRET_PREFIX = "pvisor_"
@@ -64,10 +65,14 @@ def parse_namespace(text: str) -> str:
 
     No dots: `NS.` begins the names of its snapshots, `NS/` those of its images, and no registry's host looks like it.
     """
-    if _NAMESPACE.fullmatch(text) is None:
-        hint = "up to 63 letters, digits, dashes and underscores; the first is a letter or a digit"
+    if not _is_namespace(text):
+        hint = "up to 63 letters, digits, dashes and underscores, not localhost; the first is a letter or a digit"
         raise InvalidNameError(f"{text[:80]!r} is not a namespace", hint=hint)
     return text
+
+
+def _is_namespace(text: str) -> bool:
+    return _NAMESPACE.fullmatch(text) is not None and text != "localhost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +104,7 @@ class Token:
         digest, scope, namespace, created = fields[:4]
         if _DIGEST.fullmatch(digest) is None:
             raise FormatError("hash", expected="64 lower-case hex digits", found=f"{len(digest)} characters")
-        if namespace != _NO_NAMESPACE and _NAMESPACE.fullmatch(namespace) is None:
+        if namespace != _NO_NAMESPACE and not _is_namespace(namespace):
             raise FormatError("namespace", expected="letters, digits, - and _", found=f"{len(namespace)} characters")
         if _CREATED.fullmatch(created) is None:
             raise FormatError("date", expected="YYYY-MM-DD", found=f"{len(created)} characters")
@@ -167,9 +172,6 @@ def parse_tokens(text: str, name: str) -> TokenSet:
     return TokenSet(tokens)
 
 
-_Signature = tuple[int, int, int, int]
-
-
 class TokenFile:
     """The tokens of a file as it is now, within a second. Threads may share it.
 
@@ -182,9 +184,8 @@ class TokenFile:
         self.path = path
         self._lock = threading.Lock()
         self._looked_s = time.monotonic()
-        self._seen: _Signature | None = None
         self._set = TokenSet()
-        self._set, self._seen = read_tokens(path)
+        self._files = WatchedFiles("the tokens stay as they were", (path,), self._load)
         if not self._set.tokens:
             log.warning("token file %s has no tokens: every request is refused", path)
 
@@ -204,20 +205,17 @@ class TokenFile:
             return
         try:
             self._looked_s = time.monotonic()
-            seen = _signature(self.path)
-            if seen == self._seen:
-                return
-            self._seen = seen
-            self._set, self._seen = read_tokens(self.path)
-            log.warning("token file %s was read again: %d tokens", self.path, len(self._set.tokens))
-        except PvisorError as error:
-            log.error("the tokens stay as they were: %s", error.message)
+            self._files.look()
         finally:
             self._lock.release()
 
+    def _load(self) -> str:
+        self._set = read_tokens(self.path)
+        return f"token file {self.path} was read again: {len(self._set.tokens)} tokens"
 
-def read_tokens(path: Path) -> tuple[TokenSet, _Signature]:
-    """The tokens, and what tells this state of the file from another. PvisorError, FormatError."""
+
+def read_tokens(path: Path) -> TokenSet:
+    """PvisorError, FormatError."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -237,7 +235,7 @@ def read_tokens(path: Path) -> tuple[TokenSet, _Signature]:
         line = raw[: error.start].count(b"\n") + 1
         what = f"token file {path}, line {line}"
         raise FormatError(what, expected="UTF-8 text", found="other bytes", hint=_HINT) from None
-    return parse_tokens(text, str(path)), _of(status)
+    return parse_tokens(text, str(path))
 
 
 def _refuse_writable(path: Path, status: os.stat_result) -> None:
@@ -247,14 +245,3 @@ def _refuse_writable(path: Path, status: os.stat_result) -> None:
             f"token file {path} can be written by others (mode {stat.S_IMODE(status.st_mode):04o})",
             hint=f"chmod go-w {path}",
         )
-
-
-def _of(status: os.stat_result) -> _Signature:
-    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
-
-
-def _signature(path: Path) -> _Signature | None:
-    try:
-        return _of(path.stat())
-    except OSError:
-        return None

@@ -232,7 +232,7 @@ def pull_snapshot(config: Config, text: str, *, lazy: bool, progress: Progress) 
                 return pull(fetcher, upstream, text, lazy=lazy, progress=progress, tally=tally, last=last)
 
             pulled = first(tiers(fetcher.upstreams, COMMAND_RETRY), attempt)
-            fetcher.drain()
+            fetcher.drain(pulled.published)
     return Acquired(name=pulled.name, id=pulled.id, details=_counts(tally))
 
 
@@ -301,7 +301,7 @@ def _pull_from_server(config: Config, server: str, text: str, *, lazy: bool, pro
             return pull(fetcher, upstream, text, lazy=lazy, progress=progress, tally=tally, trust=trust, last=last)
 
         pulled = first(tiers(fetcher.upstreams, COMMAND_RETRY), attempt)
-        fetcher.drain()
+        fetcher.drain(pulled.published)
     return Acquired(name=pulled.name or str(pulled.id), id=pulled.id, details=_counts(tally))
 
 

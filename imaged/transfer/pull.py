@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from imaged.blockimage import BlockImage, open_blob
 from imaged.chunkstore.refs import Ref
@@ -26,14 +27,16 @@ log = logging.getLogger(__name__)
 _GROUP = 64
 
 
-class Pulled(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Pulled:
     """The image's id, its record, and the full name that the pull gives it ("" when it has none), with what signs it
-    under that."""
+    under that. `published`, for `Fetcher.drain`, says of a lazy pull whether it has the name."""
 
     id: ChunkId
     record: ImageRecord
     name: str
     signatures: tuple[Signature, ...]
+    published: Future[None] | None = field(default=None, compare=False)
 
 
 def pull_image(
@@ -52,7 +55,8 @@ def pull_image(
 
     Lazily: record, roots, metadata and leaves, all in one answer; the data comes when it is read, that of the image's
     profile when `ahead` is started. Returns when these bytes are here; they become durable and the name is set in the
-    background, `fetcher.drain()` waits for that. Otherwise every chunk is in the store, and the name set, on return.
+    background, `fetcher.drain(pulled.published)` waits for that. Otherwise every chunk is in the store, and the name
+    set, on return.
     With `trust` nothing is fetched, and no name is set, unless one of its keys has signed the image under its name.
     `last` is the server that is believed to have all of what this one has in part, as a peer has.
     NotFoundError, UpstreamError, SignatureError, StoreError, ChunkMissingError when the server lacks a part of its own
@@ -65,15 +69,16 @@ def pull_image(
         image, profile, origin = boot(fetcher, upstream, name, tally, ahead, trust or Trust(), last=last)
         reader = fetcher.reader(image.record.metadata, tally)
         _complete_metadata(reader, image.record)
+        published = None
         if lazy:
-            later(fetcher, leased, lambda: _publish(fetcher, image, profile, origin))
+            published = later(fetcher, leased, lambda: _publish(fetcher, image, profile, origin))
         else:
             fetcher.drain()
             BlockImage.open(reader, image.record.data).preload()
             chunks = list(reachable(reader, image.id))
             fetch_all(fetcher, upstream, chunks, image.stored_bytes, reader, progress)
             _publish(fetcher, image, profile, "", origin)
-    return Pulled(image.id, image.record, image.name, image.signatures)
+    return Pulled(image.id, image.record, image.name, image.signatures, published)
 
 
 def lease(fetcher: Fetcher, holder: str, stack: ExitStack, *, lazy: bool) -> None:
@@ -87,7 +92,7 @@ def lease(fetcher: Fetcher, holder: str, stack: ExitStack, *, lazy: bool) -> Non
         log.warning("%s without a lease: %s", holder, error.message)
 
 
-def later(fetcher: Fetcher, leased: ExitStack, publish: Callable[[], None]) -> None:
+def later(fetcher: Fetcher, leased: ExitStack, publish: Callable[[], None]) -> Future[None]:
     """Publish when everything fetched so far is in the store; what `leased` holds lasts until then."""
     until = leased.pop_all()
 
@@ -96,7 +101,7 @@ def later(fetcher: Fetcher, leased: ExitStack, publish: Callable[[], None]) -> N
             publish()
 
     try:
-        fetcher.keeper.after(run)
+        return fetcher.keeper.after(run)
     except BaseException:
         until.close()
         raise

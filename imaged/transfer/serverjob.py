@@ -1,4 +1,4 @@
-"""A conversion that a server does for a client: asked for, followed, and what it came to."""
+"""What a server does for a client, a conversion or a collection: asked for, followed, and what it came to."""
 
 from __future__ import annotations
 
@@ -39,14 +39,7 @@ def convert_there(
     upstream: HttpUpstream, source: SourceName, *, name: ImageName, platform: str | None, progress: Progress
 ) -> ConvertedThere:
     """Have the server convert, or join what it does already. JobGoesOn; PvisorError as the job fails, UpstreamError."""
-    job = upstream.convert(str(source), name=str(name), platform=platform)
-    try:
-        job = _follow(upstream, job, progress)
-    except KeyboardInterrupt as interrupt:
-        raise JobGoesOn(upstream.url, job.id) from interrupt
-    except UpstreamError as error:
-        hint = f"the job goes on: `pvisor job inspect {job.id}` tells of it"
-        raise UpstreamError(error.message, hint=hint) from error
+    job = _follow(upstream, upstream.convert(str(source), name=str(name), platform=platform), progress)
     if job.image is None:
         raise PvisorError(f"server {upstream.url}: {job.error or 'the conversion failed'}", hint=job.hint)
     warnings = job.image.get("warnings", ())
@@ -58,8 +51,26 @@ def convert_there(
     )
 
 
+def collect_there(upstream: HttpUpstream, progress: Progress) -> dict[str, Any]:
+    """Have the server collect its store; its report. JobGoesOn; PvisorError as the job fails, UpstreamError."""
+    job = _follow(upstream, upstream.collect(), progress)
+    if job.report is None:
+        raise PvisorError(f"server {upstream.url}: {job.error or 'the collection failed'}", hint=job.hint)
+    return dict(job.report)
+
+
 def _follow(upstream: HttpUpstream, job: Job, progress: Progress) -> Job:
-    """The job when it is finished."""
+    """The job when it is finished. JobGoesOn, UpstreamError."""
+    try:
+        return _watch(upstream, job, progress)
+    except KeyboardInterrupt as interrupt:
+        raise JobGoesOn(upstream.url, job.id) from interrupt
+    except UpstreamError as error:
+        hint = f"the job goes on: `pvisor job inspect {job.id}` tells of it"
+        raise UpstreamError(error.message, hint=hint) from error
+
+
+def _watch(upstream: HttpUpstream, job: Job, progress: Progress) -> Job:
     follower, patient, wait_s = _Follower(progress), upstream.patient(_PATIENCE), _FIRST_WAIT_S
     follower.show(job)
     while not job.finished:

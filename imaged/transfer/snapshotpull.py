@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 from imaged import snapshots
 from imaged.blockimage import BlockImage, open_blob
@@ -28,12 +28,14 @@ _SHORT_ID = 8
 """Digits that the start of an id has at least, as in `imaged.snapshots`."""
 
 
-class PulledSnapshot(NamedTuple):
-    """The snapshot's id, its record, and the name that the pull gives it."""
+@dataclass(frozen=True, slots=True)
+class PulledSnapshot:
+    """The snapshot's id, its record, and the name that the pull gives it; `published` as of `Pulled`."""
 
     id: ChunkId
     record: SnapshotRecord
     name: str
+    published: Future[None] | None = field(default=None, compare=False)
 
 
 def pull_snapshot(
@@ -50,7 +52,8 @@ def pull_snapshot(
 
     Lazily: records, device state, the image's metadata, and the roots of memory, disk and files, all in one answer; the
     rest comes when it is read. Returns when these bytes are here; they become durable and the name is set in the
-    background, `fetcher.drain()` waits for that. Otherwise every chunk is in the store, and the name set, on return.
+    background, `fetcher.drain(pulled.published)` waits for that. Otherwise every chunk is in the store, and the name
+    set, on return.
     `last` is the server that is believed to have all of what this one has in part, as a peer has.
     NotFoundError, UpstreamError, StoreError, ChunkMissingError when the server lacks a part of its own snapshot;
     NameTakenError when the name stands for another snapshot that only this host has.
@@ -62,8 +65,9 @@ def pull_snapshot(
         _replaceable(fetcher, found)
         reader = fetcher.reader(found.record.memory, tally)
         image = _begin(reader, found.record)
+        published = None
         if lazy:
-            later(fetcher, leased, lambda: _publish(fetcher, found, image, profile, origin, origin))
+            published = later(fetcher, leased, lambda: _publish(fetcher, found, image, profile, origin, origin))
         else:
             fetcher.drain()
             for root in (*found.record.block_images, image.metadata, image.data):
@@ -71,7 +75,7 @@ def pull_snapshot(
             chunks = list(reachable_snapshot(reader, found.id))
             fetch_all(fetcher, upstream, chunks, found.stored_bytes, reader, progress or NoProgress())
             _publish(fetcher, found, image, profile, "", origin)
-    return PulledSnapshot(found.id, found.record, found.name)
+    return PulledSnapshot(found.id, found.record, found.name, published)
 
 
 def _boot(

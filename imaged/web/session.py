@@ -10,23 +10,24 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import os
 import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from imaged.chunkstore.store import ChunkStore
 from imaged.chunkstore.tenant import tenant_view
-from imaged.errors import PvisorError
+from imaged.errors import PvisorError, StoreFullError, StoreReadOnlyError
 from imaged.faults import store_faults
 from imaged.jobs.job import Job, Kind
 from imaged.serving.access import Access
 from imaged.serving.tokens import Scope, Token, digest_of
 
+log = logging.getLogger(__name__)
 COOKIE = "pvisor_session"
 _KEY_NAME = "session.key"
 _KEY_BYTES = 32
@@ -111,9 +112,8 @@ class Sessions:
         )
         return True
 
-    def check_form(self, request: web.Request, viewer: Viewer, sent: str) -> None:
-        """ForeignFormError for a form that another site has a browser send."""
-        refuse_foreign(request)
+    def check_form(self, viewer: Viewer, sent: str) -> None:
+        """ForeignFormError for a form that was not made for this viewer."""
         if not hmac.compare_digest(sent.encode(), viewer.form_key.encode()):
             raise ForeignFormError("the form is out of date", hint="load the page again, and then send it")
 
@@ -131,17 +131,13 @@ class Sessions:
 
     def _key(self) -> bytes:
         if self._made_key is None:
-            with store_faults("read the key of its sessions", self._root):
-                self._made_key = _read_or_make(self._root / _KEY_NAME)
+            try:
+                with store_faults("read the key of its sessions", self._root):
+                    self._made_key = _read_or_make(self._root / _KEY_NAME)
+            except (StoreFullError, StoreReadOnlyError) as error:
+                log.warning("sessions are this process's own and end with it: %s", error.message)
+                self._made_key = secrets.token_bytes(_KEY_BYTES)
         return self._made_key
-
-
-def refuse_foreign(request: web.Request) -> None:
-    """ForeignFormError for a request that a browser says another site's page made."""
-    origin = request.headers.get("Origin")
-    foreign = origin is not None and urlsplit(origin).netloc.lower() != request.host.lower()
-    if foreign or request.headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none"):
-        raise ForeignFormError("another site sent this form", hint="open the page of this server, and use its buttons")
 
 
 def _read_or_make(path: Path) -> bytes:

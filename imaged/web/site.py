@@ -16,7 +16,8 @@ from imaged import snapshots
 from imaged.chunkstore.refs import Ref
 from imaged.chunkstore.snapshotrefs import SnapshotRef
 from imaged.chunkstore.store import ChunkStore
-from imaged.errors import PvisorError
+from imaged.collection import lastcollection
+from imaged.errors import FormatError, PvisorError
 from imaged.jobs.job import Job, Kind
 from imaged.jobs.running import Jobs
 from imaged.serving.blocking import Blocking
@@ -25,7 +26,7 @@ from imaged.web import imagepages, jobpages, snapshotpages, storepage
 from imaged.web.figures import Known, Sharing
 from imaged.web.frame import Page, problem, respond
 from imaged.web.loginpage import login_page
-from imaged.web.session import COOKIE, ForeignFormError, Sessions, SignInError, Viewer, refuse_foreign
+from imaged.web.session import COOKIE, ForeignFormError, Sessions, SignInError, Viewer
 
 log = logging.getLogger(__name__)
 _HOST = re.compile(r"[A-Za-z0-9.-]{1,253}(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:[0-9]{1,5})?")
@@ -181,6 +182,7 @@ class Site:
             free_bytes=free_bytes,
             leases=store.leases.live(),
             collections=collections,
+            collected=lastcollection.noted(store.index),
             images=len(store.refs.items()),
             snapshots=len(store.snapshots.items()),
             profiles=len(store.profiles.ids()),
@@ -210,11 +212,7 @@ class Site:
         return respond(login_page(_local(request.query.get("next", ""))), None)
 
     async def _sign_in(self, request: web.Request) -> web.StreamResponse:
-        try:
-            refuse_foreign(request)
-        except ForeignFormError as error:
-            return respond(problem("Not allowed", error.message, error.hint, 403), None)
-        sent = await request.post()
+        sent = await _sent(request)
         after = _local(_text(sent, "next"))
         response = _redirect(after)
         if self._sessions.required and not self._sessions.sign_in(request, response, _text(sent, "token").strip()):
@@ -226,7 +224,7 @@ class Site:
         response = _redirect("/login")
         try:
             viewer = self._sessions.viewer(request)
-            self._sessions.check_form(request, viewer, _text(await request.post(), "form"))
+            self._sessions.check_form(viewer, _text(await _sent(request), "form"))
         except (SignInError, ForeignFormError):
             raise response from None
         response.del_cookie(COOKIE, path="/")
@@ -256,7 +254,7 @@ class Site:
             except SignInError:
                 raise _redirect("/login") from None
             try:
-                self._sessions.check_form(request, viewer, _text(await request.post(), "form"))
+                self._sessions.check_form(viewer, _text(await _sent(request), "form"))
                 after = await do(request, viewer)
             except PvisorError as error:
                 return self._failed(request, viewer, error)
@@ -311,9 +309,20 @@ def _server(request: web.Request) -> str:
 
 def _local(path: str) -> str:
     """A path of this site, whatever was asked for."""
-    parts = urlsplit(path)
+    try:
+        parts = urlsplit(path)
+    except ValueError:
+        return "/"
     local = path.startswith("/") and not parts.netloc and not path.startswith(("//", "/\\")) and path.isprintable()
     return path if local and parts.path != "/login" else "/"
+
+
+async def _sent(request: web.Request) -> Mapping[str, Any]:
+    """The fields of a form. FormatError for a body that is none, or in a charset that nobody knows."""
+    try:
+        return await request.post()
+    except (ValueError, LookupError) as error:
+        raise FormatError("request body", expected="the fields of a form", found=str(error)[:80]) from error
 
 
 def _redirect(path: str) -> web.HTTPSeeOther:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from imaged.chunkstore.lease import LeaseState
 from imaged.chunkstore.store import StoreUsage
+from imaged.collection.lastcollection import LastCollection
 from imaged.jobs.job import Job, State
 from imaged.web.frame import Page, empty, facts, heading, hidden, live_part, note, row, table, tiles
 from imaged.web.html import Child, Html, join, tag
@@ -22,7 +23,8 @@ _DEAD_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """What there is to say of a store. `collections` are the jobs that collected, the newest first."""
+    """What there is to say of a store. `collections` are the jobs that collected, the newest first; `collected` is the
+    last collection that ended, of a job or not."""
 
     directory: str
     usage: StoreUsage
@@ -30,6 +32,7 @@ class Health:
     free_bytes: int
     leases: Sequence[LeaseState]
     collections: Sequence[Job]
+    collected: LastCollection | None
     images: int
     snapshots: int
     profiles: int
@@ -106,8 +109,12 @@ def _collections(health: Health, viewer: Viewer) -> Html:
         said.append(tag("p", "One is ", tag("a", str(latest.state), href=f"/jobs/{latest.id}"), "."))
     elif latest is not None and latest.state is State.FAILED:
         said.append(tag("p", "The last one ", tag("a", "failed", href=f"/jobs/{latest.id}"), f": {latest.error}"))
-    if last is None:
-        said.append(tag("p", "None is remembered that this server did."))
+    by_hand = health.collected
+    if by_hand is not None and (last is None or by_hand.ended_at > (last.ended_at or 0.0)):
+        what = f"{size(by_hand.freed_bytes)} freed"
+        said.append(tag("p", "The last one that ended was ", ago(by_hand.ended_at), f", by a command: {what}."))
+    elif last is None:
+        said.append(tag("p", "None is remembered."))
     else:
         report = last.report or {}
         freed = report.get("freed_bytes")

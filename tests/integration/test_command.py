@@ -381,6 +381,8 @@ def test_gc_frees_what_is_unnamed_and_unused_while_the_daemon_runs(tmp_path: Pat
         made.run("image", "rm", "box:v2")
         made.run("store", "gc")
         after = made.json("store", "df")
+        assert before["last_collection"] is None and after["last_collection"]["freed_bytes"] > 90_000
+        assert b"\ncollected " in made.run("store", "df").stdout
         freed_bytes = before["stored_bytes"] - after["stored_bytes"]  # what the layer would be recalled by, too
         assert freed_bytes >= before["images"][0]["own_bytes"] > 90_000
         made.assert_sound()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from imaged.chunkstore import appender, index, lease, pack
+from imaged.chunkstore import appender, index, lease, leasefile, pack
 from imaged.chunkstore.fsck import check
 from imaged.chunkstore.store import ChunkStore
 from imaged.collection import collect as collecting
@@ -197,6 +197,6 @@ def test_nothing_referenced_is_lost(tmp_path: Path, trees: list[Path]) -> None:
     with ChunkStore.open(root) as store:
         kept = {chunk for _, ref in store.refs.items() for chunk in reachable(store, ref.record)}
         assert report.kept_chunks == len(kept)
-        assert list((root / lease.LEASES_DIRECTORY).iterdir()) == []
+        assert list((root / leasefile.LEASES_DIRECTORY).iterdir()) == []
         assert pack.pack_numbers(root) == list(store.index.packs())
     assert check(root).errors == []

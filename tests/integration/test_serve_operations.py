@@ -205,3 +205,38 @@ def test_the_command_takes_the_options(store: Path) -> None:
         client.close()
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
+
+
+@pytest.fixture
+def little(tmp_path: Path) -> Iterator[Path]:
+    """A place for temporary files that has no room for the numbers of one process."""
+    place = tmp_path / "little"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.root
+def test_without_room_for_numbers_requests_are_answered(store: Path, little: Path) -> None:
+    """They lie in mapped files: a page that can not be had would end the process by a signal."""
+    with chunk_server(store, workers=2, environ={"TMPDIR": str(little)}) as server:
+        before = children(server.process.pid)
+        with contextlib.suppress(OSError), (little / "rest").open("wb") as rest:
+            while True:
+                rest.write(b"\1" * 4096)
+                rest.flush()
+        for path in (
+            "/healthz",
+            f"/v1/chunks/{IDS[0]}",
+            "/v1/images",
+            "/v1/images/none:1",
+            "/v1/jobs",
+            "/",
+            "/metrics",
+        ):
+            for _ in range(4):
+                assert status(server, path) in (200, 404), path
+        assert children(server.process.pid) == before

@@ -93,7 +93,7 @@ def test_a_signed_image_is_run_and_an_unsigned_one_is_not(worker: Host, keys: Ke
         assert "is not signed" in worker.error("pull", *lazy, "team/other:v1")
         assert worker.json("pull", *lazy, "team/box:v1")["name"] == "team/box:v1"
     assert [found["name"] for found in worker.json("image", "ls")] == ["team/box:v1"]
-    # The option goes before the environment, and any of several keys is enough.
+    # The option wins over the environment, and any of several keys is enough.
     option = ("--require-signature", str(stranger.public))
     assert "is not signed by a required key" in worker.error("run", *option, "team/box:v1", *RUN, code=125)
     worker.run("run", *option, "--require-signature", str(keys.public), "team/box:v1", *RUN)
@@ -255,3 +255,25 @@ def test_what_a_server_takes_for_a_signature(origin: Origin, keys: KeyPair) -> N
     connection.request("GET", "/v1/images/team/box:v1", headers={"If-None-Match": str(answer.headers["ETag"])})
     assert connection.getresponse().status == 304
     connection.close()
+
+
+def test_a_local_image_is_sent_with_its_signatures(tmp_path: Path, layout: Path, keys: KeyPair, worker: Host) -> None:
+    """By the name that it has here, and by no more chunks than the server lacks."""
+    with chunk_server(tmp_path / "other") as server, host(tmp_path / "builder") as builder:
+        builder.run("convert", f"oci:{layout}:v1", "--name", "team/local:v1")
+        builder.run("image", "tag", "team/local:v1", "team/renamed:v1")
+        builder.run("image", "sign", "team/renamed:v1", "--key", str(keys.private))
+        sent = builder.json("image", "push", "renamed:v1", "--server", server.url)
+        assert sent["name"] == "team/renamed:v1"
+        assert builder.json("image", "push", "renamed:v1", "--server", server.url) == sent
+        with HttpUpstream(server.url) as upstream:
+            there = {image.name: image for image in upstream.images()}
+        assert [str(image.id) for image in there.values()] == [sent["id"]]
+        assert len(there["team/renamed:v1"].signatures) == 1
+        assert "no image" in builder.error("image", "push", "nothing:v1", "--server", server.url)
+        builder.run("image", "rm", "team/renamed:v1", "--server", server.url)
+        report = builder.json("store", "gc", "--server", server.url)
+        assert report["removed_chunks"] > 0
+        assert report["freed_bytes"] > 0
+        builder.run("image", "push", "renamed:v1", "--server", server.url)
+        assert worker.run("run", "--server", server.url, "team/renamed:v1", *RUN).stdout == b"started\n"

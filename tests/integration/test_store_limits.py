@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,7 @@ from imaged.chunkstore.store import ChunkStore
 from imaged.collection.collect import collect
 from imaged.errors import StoreFullError, StoreReadOnlyError
 from imaged.ids import ChunkId
+from tests.support.chunkserver import ask, chunk_server
 from tests.support.store_images import build_image, name_image, noise
 
 pytestmark = pytest.mark.root
@@ -225,3 +228,31 @@ def readable_alone(root: Path, chunk: ChunkId) -> int:
     except StoreReadOnlyError as error:
         return 0 if "Permission denied" in error.message else 4
     return 3
+
+
+@pytest.mark.network
+def test_a_full_server_can_be_asked_to_collect(tmp_path: Path) -> None:
+    """By the page and by its API: the host of a server is not everybody's to log in to."""
+    with file_system(tmp_path, "ext4", 48) as directory:
+        with ChunkStore.open(directory / "store") as store:
+            for number in range(4):
+                name_image(store, f"big-{number}:1", build_image(store, range(number * 20, number * 20 + 20)))
+        with chunk_server(directory / "store") as server:
+            deadline = time.monotonic() + 30
+            while not (directory / "store/reserve").exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            fill(directory / "rest")
+            with pytest.raises(OSError, match="No space left"):
+                (directory / "more").write_bytes(bytes(4096))
+            assert ask(server, "GET", "/")[0] == 200
+            for number in range(4):
+                assert ask(server, "DELETE", f"/v1/images/big-{number}:1")[0] == 200
+            status, _, body = ask(server, "POST", "/v1/gc")
+            assert status == 202, body
+            path = f"/v1/jobs/{json.loads(body)['job']}"
+            while (job := json.loads(ask(server, "GET", path)[2]))["state"] in ("queued", "running"):
+                assert time.monotonic() < deadline + 60
+                time.sleep(0.1)
+            assert job["state"] == "done", job
+            assert job["report"]["freed_bytes"] > 0

@@ -33,11 +33,11 @@ class AgentGuest:
     def make(cls, directory: Path) -> AgentGuest:
         kernel = guest.kernel()
         root = busybox_root(directory / "root")
-        warnings: list[str] = []
         store = MemoryStore()
         tree = Tree()
-        tree.apply(read_directory(root, Cutter(store), warn=warnings.append, advance=lambda size_bytes: None))
-        assert not warnings
+        layer = read_directory(root, Cutter(store), advance=lambda size_bytes: None)
+        assert not layer.warnings
+        tree.apply(layer)
         built = erofs.build(store, tree.root, directory)
         return cls(kernel, initramfs(directory, kernel), built.metadata, built.data)
 

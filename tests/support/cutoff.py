@@ -8,7 +8,7 @@ import sys
 from tests.support.command import Host
 
 _PROGRAM = """
-import importlib, os, sys, time
+import importlib, os, sys, threading, time
 from pathlib import Path
 where, how, late_s = sys.argv[1:4]
 module, _, name = where.rpartition(".")
@@ -20,6 +20,10 @@ except ModuleNotFoundError:
 original = getattr(target, name)
 
 def cut_off(*arguments, **options):
+    if how == "interrupt":
+        setattr(target, name, original)
+        threading.Timer(float(late_s), os.kill, (os.getpid(), 2)).start()
+        return original(*arguments, **options)
     time.sleep(float(late_s))
     if how == "kill":
         os.kill(os.getpid(), 9)
@@ -42,6 +46,7 @@ def cut_off(
     made: Host, where: str, how: str | int, *argv: str, late_s: float = 0.0
 ) -> subprocess.CompletedProcess[bytes]:
     """The command, which calls the function `where` (by its full name, with its class): then after `late_s` it is
-    killed (`how` is "kill"), gets an OSError ("fail"), or goes on once a process with this id is killed."""
+    killed (`how` is "kill"), gets an OSError ("fail"), or goes on once a process with this id is killed. With
+    "interrupt" it goes on at once, and gets SIGINT after `late_s`."""
     command = [sys.executable, "-c", _PROGRAM, where, str(how), str(late_s), *argv]
     return subprocess.run(command, env=made.env, capture_output=True, timeout=120, check=False)

@@ -15,8 +15,7 @@ from tests.support.trees import content as read_content
 
 def ingest(tar: bytes, store: MemoryStore) -> Layer:
     """One layer tar as a Layer whose data is in the store."""
-    warnings: list[str] = []
-    return read_layer(io.BytesIO(tar), Cutter(store), name="test", warn=warnings.append)
+    return read_layer(io.BytesIO(tar), Cutter(store), name="test")
 
 
 def build(*layers: bytes, store: MemoryStore | None = None) -> Inode:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +71,31 @@ def test_a_writer_writes_all_it_is_given() -> None:
     os.close(writing)
     with open(reading, "rb") as stream:
         assert stream.read() == b"all of it"
+
+
+def test_a_writer_waits_for_a_descriptor_that_does_not_block() -> None:
+    reading, writing = os.pipe2(os.O_NONBLOCK)
+    os.set_blocking(reading, True)
+    data = os.urandom(1 << 20)
+
+    def write() -> None:
+        calls.writer(writing)(data)
+        os.close(writing)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    with open(reading, "rb") as stream:
+        assert stream.read() == data
+    thread.join()
+
+
+def test_a_writer_that_waits_for_a_reader_who_left_is_told() -> None:
+    reading, writing = os.pipe2(os.O_NONBLOCK)
+    leaving = threading.Timer(0.1, os.close, (reading,))
+    leaving.start()
+    try:
+        with pytest.raises(BrokenPipeError):
+            calls.writer(writing)(bytes(1 << 20))
+    finally:
+        leaving.join()
+        os.close(writing)

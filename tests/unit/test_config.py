@@ -41,3 +41,9 @@ def test_sizes() -> None:
     assert Config.resolve(environ={}).cache_max_bytes is None
     with pytest.raises(InvalidNameError, match="PVISOR_CACHE_MAX 'big'"):
         Config.resolve(environ={"PVISOR_CACHE_MAX": "big"})
+
+
+def test_a_password_in_a_url_is_refused_and_not_shown() -> None:
+    with pytest.raises(InvalidNameError) as caught:
+        Config.resolve(server="https://user:secret@rack", environ={})
+    assert "secret" not in str(caught.value) + caught.value.hint

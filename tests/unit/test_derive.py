@@ -14,6 +14,7 @@ from imaged.errors import ChunkMissingError, FormatError
 from imaged.extent import Extent
 from imaged.frame import Frame
 from imaged.ids import BLOCK_BYTES, ChunkId
+from imaged.parentleaves import ParentLeaves
 from tests.support.memory_store import MemoryStore
 
 SIZE_BYTES = 4 * LEAF_BYTES
@@ -87,7 +88,7 @@ def test_a_parents_chunk_that_is_not_here_is_not_fetched() -> None:
     store, far = MemoryStore(), CountingStore()
     parent = derive(far, None, SIZE_BYTES, [(0, block(1) + block(2))])
     far.read.clear()
-    child = derive(store, parent, SIZE_BYTES, [(0, block(1))], reader=far)
+    child = derive(store, parent, SIZE_BYTES, [(0, block(1))], before=ParentLeaves(far, parent, SIZE_BYTES))
     assert set(far.read) <= {parent, *Root.parse(far.chunks[parent]).leaves}
     assert leaf_of(store, child, 0)[:2] == [
         Extent(1, ChunkId.of(block(1))),
@@ -107,12 +108,26 @@ def test_of_the_parent_only_the_root_and_touched_leaves_are_read() -> None:
     assert [old == new for old, new in zip(leaves, after, strict=True)] == [True, True, False, True]
 
 
+def test_leaves_that_are_read_ahead_are_read_once() -> None:
+    store = CountingStore()
+    parent = derive(store, None, SIZE_BYTES, [(index * LEAF_BYTES, block(index)) for index in range(4)])
+    changes = [(index * LEAF_BYTES + BLOCK_BYTES, block(9 + index)) for index in (0, 1, 3)]
+    wanted = derive(store, parent, SIZE_BYTES, changes)
+    before = ParentLeaves(store, parent, SIZE_BYTES)
+    before.read([0, 1, LEAF_BYTES - 1, LEAF_BYTES, 2 * LEAF_BYTES, LEAF_BYTES])
+    store.read.clear()
+    assert derive(store, parent, SIZE_BYTES, changes, before=before) == wanted
+    assert store.read == [Root.parse(store.chunks[parent]).leaves[3]]
+    with pytest.raises(FormatError, match="parent image"):
+        ParentLeaves(store, parent, SIZE_BYTES - BLOCK_BYTES)
+
+
 def test_a_parent_that_is_elsewhere_is_read_there() -> None:
     far, here = MemoryStore(), MemoryStore()
     parent = derive(far, None, SIZE_BYTES, [(0, block(1) + block(2))])
     with pytest.raises(ChunkMissingError):
         derive(here, parent, SIZE_BYTES, [(0, block(3))])
-    child = derive(here, parent, SIZE_BYTES, [(0, block(3))], reader=far)
+    child = derive(here, parent, SIZE_BYTES, [(0, block(3))], before=ParentLeaves(far, parent, SIZE_BYTES))
     assert not set(here.chunks) & set(far.chunks)
     far.chunks.update(here.chunks)
     assert BlockImage.open(far, child).read(0, 3 * BLOCK_BYTES) == block(3) + block(2) + bytes(BLOCK_BYTES)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
-from cli.common import Settings, printable, table, warn
+from cli.common import Settings, log_to_stderr, printable, table, warn
 from cli.group import report
 
 HOSTILE = "a\x1b]0;title\x07\x1b[2J\x9b2J\x7f\r\x00b"
@@ -31,3 +33,10 @@ def test_every_way_out(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr()
     assert told.err == f"pvisor: warning: {SHOWN}\npvisor: error: {SHOWN}\nhint: {SHOWN}\n"
     assert told.out == f"{SHOWN}\n" * 2
+
+
+def test_what_is_logged(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging, "root", logging.RootLogger(logging.WARNING))
+    log_to_stderr()
+    logging.root.error("VM %s: %s", "web", HOSTILE)
+    assert capsys.readouterr().err == f"pvisor: ERROR: VM web: {SHOWN}\n"

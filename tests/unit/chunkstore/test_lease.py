@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from imaged.chunkstore import condemned
+from imaged.chunkstore import condemned, leasefile
 from imaged.chunkstore.fsck import check
-from imaged.chunkstore.lease import LEASES_DIRECTORY, LONGEST_TTL_S, Leases, least_epoch
+from imaged.chunkstore.lease import LONGEST_TTL_S, Leases, LeaseState, least_epoch
+from imaged.chunkstore.leasefile import LEASES_DIRECTORY
 from imaged.chunkstore.leaseformat import first_line
 from imaged.chunkstore.store import ChunkStore
 from imaged.chunkstore.storelock import CollectionLock
@@ -80,7 +83,7 @@ def test_a_lease_lasts_as_long_as_its_holder(store: ChunkStore) -> None:
 def test_a_dead_holder_s_lease_is_removed(store: ChunkStore) -> None:
     pid = os.fork()
     if pid == 0:
-        Leases(store.root, store.index)._create(first_line("x", epoch=3))
+        leasefile.create(store.root, first_line("x", epoch=3))
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     (left,) = (store.root / LEASES_DIRECTORY).iterdir()
@@ -118,14 +121,14 @@ def test_a_lease_that_is_just_being_made_is_no_lease(store: ChunkStore) -> None:
 
 
 def test_an_epoch_that_moves_while_a_lease_is_made_counts(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = store.leases._create
+    real = leasefile.create
 
     def slow(*arguments: object, **options: object) -> object:
         created = real(*arguments, **options)  # type: ignore[arg-type]
         condemned.begin(store.index)
         return created
 
-    monkeypatch.setattr(store.leases, "_create", slow)
+    monkeypatch.setattr(leasefile, "create", slow)
     with store.lease("x") as lease:
         assert lease.epoch == 1
         assert store.leases.live()[0].epoch == 1
@@ -509,3 +512,71 @@ def test_readers_follow_what_moves(store: ChunkStore) -> None:
     assert reader.absent(chunks) == []
     reader.close()
     assert check(root).errors == []
+
+
+# Leases that last for long
+
+
+def test_the_file_of_a_lease_does_not_grow_for_ever(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And whoever looks meanwhile sees what it keeps."""
+    monkeypatch.setattr(leasefile, "LONG_BYTES", 2000)
+    kept, others = ChunkId.of(b"kept"), [ChunkId.of(b"%d" % number) for number in range(10)]
+    with store.keeping("the node daemon") as lease:
+        lease.keep(kept)
+        ended = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            seen = pool.submit(_look_until, ended, store)
+            for number in range(500):
+                lease.keep(others[number % 10])
+                lease.drop(others[number % 10])
+            ended.set()
+            assert all(kept in keeps for keeps in seen.result())
+        (state,) = store.leases.live()
+        assert (state.id, state.keeps) == (lease.id, {kept})
+        assert (store.root / LEASES_DIRECTORY / lease.id).stat().st_size < 4000
+    assert list((store.root / LEASES_DIRECTORY).iterdir()) == []
+
+
+def _look_until(ended: threading.Event, store: ChunkStore) -> list[set[ChunkId]]:
+    leases, seen = Leases(store.root, store.index), list[set[ChunkId]]()
+    while not ended.is_set():
+        seen.append({record for state in leases.live() for record in state.keeps})
+    return seen
+
+
+def test_a_lease_that_goes_on_in_another_file_while_they_are_listed_is_seen(
+    store: ChunkStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old file was listed, and gone when it was to be read."""
+    monkeypatch.setattr(leasefile, "LONG_BYTES", 0)
+    kept, other = ChunkId.of(b"kept"), ChunkId.of(b"other")
+    with store.keeping("the node daemon", [kept]) as lease:
+        before, look = lease.id, Leases._look
+
+        def look_late(self: Leases, name: str) -> LeaseState | None:
+            if name == before:
+                lease.keep(other)
+                lease.drop(other)
+            return look(self, name)
+
+        monkeypatch.setattr(Leases, "_look", look_late)
+        (state,) = store.leases.live()
+        assert (state.id, kept in state.keeps) == (lease.id, True)
+        assert lease.id != before
+
+
+def test_a_client_that_renews_a_lease_often_gets_another_one(
+    store: ChunkStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leasefile, "LONG_BYTES", 1000)
+    record, other = ChunkId.of(b"kept"), ChunkId.of(b"other")
+    lease = store.leases.grant("a node daemon", keeps=[record], ttl_s=60)
+    with pytest.raises(NotFoundError, match="too often"):
+        for _ in range(100):
+            store.leases.renew(lease.id, keeps=[record, other], ttl_s=60)
+            store.leases.renew(lease.id, keeps=[record], ttl_s=60)
+    (state,) = store.leases.live()
+    assert record in state.keeps  # until it ends by itself, so that there is no gap
+    upload = store.leases.grant("an upload", keeps=None, ttl_s=60)
+    for _ in range(100):
+        store.leases.renew(upload.id, ttl_s=60)

@@ -31,7 +31,7 @@ def fill(root: Path, number: int, count: int) -> list[tuple[int, Frame]]:
     pack = PackWriter.create(root, number)
     assert pack is not None
     frames = [Frame.of(block_bytes(seed)) for seed in range(count)]
-    placed = [(pack.append(frame), frame) for frame in frames]
+    placed = [(pack.append([frame])[0], frame) for frame in frames]
     pack.sync()
     pack.close()
     return placed
@@ -119,7 +119,7 @@ def test_scan_is_not_fooled_by_a_frame_inside_a_payload(root: Path) -> None:
     # Stored raw, the payload holds a whole valid frame.
     outer = Frame.of(inner.pack() + noise(4000))
     assert outer.payload.find(inner.pack()) >= 0
-    pack.append(outer)
+    pack.append([outer])
     pack.close()
     assert [found.frame for found in scan(pack_path(root, 1))] == [outer]
 

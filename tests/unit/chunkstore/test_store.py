@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import subprocess
@@ -27,6 +28,7 @@ from imaged.errors import (
     FormatError,
     InvalidNameError,
     NotFoundError,
+    StoreBusyError,
     StoreError,
     StoreFullError,
     StoreReadOnlyError,
@@ -218,6 +220,24 @@ def test_a_pack_that_comes_back_has_lost_nothing(store: ChunkStore) -> None:
         assert again.get(chunk) == block_bytes(1)
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_who_has_no_room_to_read_is_not_told_of_damage(
+    store: ChunkStore, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    chunk = store.put(block_bytes(1))
+    store.flush()
+
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pack.PackReader, "read", fail)
+        for read in (store.get, store.frame):
+            with pytest.raises(StoreBusyError, match=os.strerror(number)):
+                read(chunk)
+    assert store.get(chunk) == block_bytes(1)
+
+
 def test_a_readonly_store_does_not_drop(store: ChunkStore) -> None:
     chunk = store.put(block_bytes(1))
     store.flush()
@@ -230,12 +250,12 @@ def test_a_readonly_store_does_not_drop(store: ChunkStore) -> None:
 def test_packs_are_sealed_when_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(appender, "PACK_LIMIT_BYTES", 40_000)
     with ChunkStore.open(tmp_path) as store:
-        ids = [store.put(block_bytes(seed)) for seed in range(40)]
+        ids = [store.put(block_bytes(seed)) for seed in range(80)]
         store.flush()
         rows = store.index.packs()
         assert len(rows) > 3
         assert [row.sealed for row in rows.values()][:-1] == [True] * (len(rows) - 1)
-        assert [store.get(chunk) for chunk in ids] == [block_bytes(seed) for seed in range(40)]
+        assert [store.get(chunk) for chunk in ids] == [block_bytes(seed) for seed in range(80)]
         assert store.df().dead_bytes == 0
     assert pack_numbers(tmp_path) == list(rows)
 
@@ -531,3 +551,24 @@ def test_a_damaged_name_can_be_set_and_deleted(store: ChunkStore, row: bytes) ->
     assert store.refs.delete("bad:1")
     assert [name for name, _ in store.refs.items()] == ["sound:1", "sound:2"]
     assert RefTable.read_copy(store.root) == dict(store.refs.items())
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_interrupt_while_its_threads_start_is_only_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: int
+) -> None:
+    begin, begun = threading.Thread.start, []
+
+    def interrupted(thread: threading.Thread) -> None:
+        if len(begun) == which:
+            raise KeyboardInterrupt
+        begun.append(thread)
+        begin(thread)
+
+    opened = ChunkStore.open(tmp_path / "store", commit_s=None)
+    with pytest.raises(KeyboardInterrupt), opened as store, monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        store.put(b"x" * 4096)
+    assert not any(thread.is_alive() for thread in begun)
+    with ChunkStore.open(tmp_path / "store") as store:
+        store.put(b"x" * 4096)

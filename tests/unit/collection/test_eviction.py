@@ -11,16 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from imaged.chunkstore import condemned
 from imaged.chunkstore.fsck import check
 from imaged.chunkstore.store import ChunkStore
 from imaged.chunkstore.storelock import CollectionLock
 from imaged.collection import eviction
 from imaged.collection.eviction import Evictor
-from imaged.errors import ChunkMissingError
+from imaged.errors import ChunkMissingError, StoreFullError
 from imaged.frame import Frame
 from imaged.ids import ChunkId
 from imaged.reach import reachable
-from imaged.serving import through
+from imaged.serving import throughstore
 from tests.support.store_images import DIFF_ID, block_bytes, build_image, build_layer, name_image, noise
 
 MIB = 1 << 20
@@ -165,13 +166,13 @@ def test_a_name_that_is_set_meanwhile_is_kept(store: ChunkStore, monkeypatch: py
     record = build_image(store, range(100))
     store.uses.fetched(reachable(store, record.id))
     fetch(store, range(300))
-    finish = eviction.condemned.finish
+    finish = condemned.finish
 
     def named_now(index: object) -> None:
         finish(index)  # type: ignore[arg-type]
         name_image(store, "new:1", record)
 
-    monkeypatch.setattr(eviction.condemned, "finish", named_now)
+    monkeypatch.setattr(condemned, "finish", named_now)
     evictor = evict(store)
     assert evictor.status().evicted_chunks > 0
     assert store.absent(reachable(store, record.id)) == []
@@ -202,7 +203,7 @@ _KILLED = """
 import os, signal, sys
 from pathlib import Path
 from imaged.chunkstore import condemned
-from imaged.collection import compact, eviction
+from imaged.collection import compact, victims
 from imaged.collection.eviction import Evictor
 from imaged.chunkstore.store import ChunkStore
 root, where, after = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -215,7 +216,7 @@ def dying(*arguments, **options):
         os.kill(os.getpid(), signal.SIGKILL)
     return real(*arguments, **options)
 setattr(module, name, dying)
-eviction._SWEEP_COUNT = 50
+victims._SWEEP_COUNT = 50
 with ChunkStore.open(root) as store:
     store.uses.record()
     Evictor(store, 16 << 20).make_room(0)
@@ -249,4 +250,24 @@ def test_a_kill_leaves_a_sound_store(tmp_path: Path, where: str, after: int) -> 
 def test_a_view_of_a_store_with_upstreams_leaves_out_nothing(store: ChunkStore) -> None:
     """What a store of another class does in its own way it does also below `ThroughStore`."""
     public = {name for name, value in vars(ChunkStore).items() if callable(value) and not name.startswith("_")}
-    assert public - set(vars(through.ThroughStore)) - set(through._AS_BELOW) <= {"open", "open_locked"}
+    assert public - set(vars(throughstore.ThroughStore)) - set(throughstore._AS_BELOW) <= {"open", "open_locked"}
+
+
+def test_what_could_not_be_noted_as_given_is_noted_by_the_next(
+    store: ChunkStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk, which is why there is an eviction, must not keep what a lazy image left behind for ever."""
+    record = build_image(store, range(300))
+    name_image(store, "lazy:1", record, origin=ORIGIN)
+
+    def full(chunks: object) -> None:
+        raise StoreFullError("no space")
+
+    store.flush()
+    evictor = Evictor(store, Evictor(store, None).used_bytes * 2 // 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(store.uses, "adopt", full)
+        patch.setattr(eviction, "_PAUSE_S", 0.0)
+        assert not evictor.make_room(0)
+    assert evictor.make_room(0)
+    assert evictor.status().evicted_chunks > 0

@@ -325,6 +325,16 @@ def test_aufs_bookkeeping_is_a_warning(tmp_path: Path, store: ChunkStore) -> Non
     assert any("AUFS" in warning for warning in run(store, layout).warnings)
 
 
+def test_who_takes_a_layer_from_its_memo_gets_its_warnings(tmp_path: Path, store: ChunkStore) -> None:
+    odd = archive(directory(b".wh..wh.plnk"), directory(b".wh..wh.orph"), member(b"a"))
+    first = run(store, write_layout(tmp_path / "one", [BASE, odd]))
+    again = run(store, tmp_path / "one")
+    other = run(store, write_layout(tmp_path / "two", [odd, BASE, odd]))
+    assert (first.layers_reused, again.layers_reused, other.layers_reused) == (0, 2, 3)
+    assert len(first.warnings) == 2
+    assert first.warnings == again.warnings == other.warnings
+
+
 def test_layers_without_entries(tmp_path: Path, store: ChunkStore) -> None:
     layout = write_layout(tmp_path / "app", [tars.END, BASE, b""])
     assert run(store, layout).record.entries == 5

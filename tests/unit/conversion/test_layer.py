@@ -77,7 +77,8 @@ def sample() -> Layer:
             Whiteout(b"gone"),
             Opaque(b""),
             Opaque(b"dir"),
-        ]
+        ],
+        ("'x' is left out", "so is 'ä\\xff'"),
     )
 
 
@@ -85,6 +86,7 @@ def test_memo_round_trip() -> None:
     raw = sample().to_bytes()
     layer = Layer.parse(raw)
     assert layer.to_bytes() == raw
+    assert layer.warnings == sample().warnings
     assert list(layer.chunk_ids()) == chunk_ids(raw) == [A, B]
     node = layer.entries[1]
     assert isinstance(node, NodeEntry)
@@ -132,9 +134,10 @@ REG, DIR, LNK = stat.S_IFREG | 0o644, stat.S_IFDIR | 0o755, stat.S_IFLNK | 0o777
     ],
 )
 def test_memo_that_lies(row: Any) -> None:
-    raw = msgpack.packb({"version": 1, "chunks": bytes(32), "entries": [row]})
-    with pytest.raises(FormatError):
-        Layer.parse(raw)
+    for document in ({"version": 1}, {"version": 2, "warnings": []}):
+        raw = msgpack.packb({**document, "chunks": bytes(32), "entries": [row]})
+        with pytest.raises(FormatError, match="entry"):
+            Layer.parse(raw)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +146,11 @@ def test_memo_that_lies(row: Any) -> None:
         None,
         [],
         {},
+        {"version": 0, "chunks": b"", "entries": []},
+        {"version": 3, "chunks": b"", "entries": [], "warnings": []},
         {"version": 2, "chunks": b"", "entries": []},
+        {"version": 2, "chunks": b"", "entries": [], "warnings": "text"},
+        {"version": 2, "chunks": b"", "entries": [], "warnings": [b"bytes"]},
         {"version": 1, "chunks": bytes(31), "entries": []},
         {"version": 1, "chunks": b"", "entries": 0},
     ],
@@ -151,6 +158,15 @@ def test_memo_that_lies(row: Any) -> None:
 def test_documents_that_are_no_memo(document: Any) -> None:
     with pytest.raises(FormatError):
         Layer.parse(msgpack.packb(document))
+
+
+def test_memos_of_version_1_are_layers_without_warnings() -> None:
+    document = msgpack.unpackb(sample().to_bytes())
+    del document["warnings"]
+    layer = Layer.parse(msgpack.packb({**document, "version": 1}))
+    assert layer.warnings == ()
+    assert len(layer.entries) == len(sample().entries)
+    assert chunk_ids(msgpack.packb({**document, "version": 1})) == [A, B]
 
 
 def test_damaged_memo_bytes() -> None:

@@ -179,9 +179,12 @@ def test_what_is_planned_runs_on_a_bounded_number_of_threads(fetcher: Fetcher) -
 
 def test_nothing_is_planned_after_the_end(fetcher: Fetcher) -> None:
     fetcher.close()
+    ran = []
     ahead = Ahead()
-    ahead.plan(fetcher, lambda: None)
+    ahead.plan(fetcher, lambda: ran.append(True))
     ahead.start()
+    fetcher._prefetches.close()
+    assert ran == []
 
 
 def test_a_local_profile_brings_only_what_is_of_the_image(store: ChunkStore) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from imaged.chunkstore.refs import Ref
 from imaged.chunkstore.store import ChunkStore
-from imaged.errors import InvalidNameError, PvisorError, StoreError
+from imaged.errors import InvalidNameError, NameTakenError, PvisorError, StoreError
 from imaged.fetching.keeper import Keeper, VerifiedFrame
 from imaged.frame import Codec, Frame, FrameHeader
 from imaged.ids import ChunkId
@@ -55,9 +55,9 @@ def test_a_frame_that_the_store_refuses(keeper: Keeper, store: ChunkStore) -> No
 
 def test_a_name_that_the_store_refuses(keeper: Keeper, store: ChunkStore) -> None:
     ref = Ref(record=ChunkId.of(b""), created_at=0, source="", origin="", chunks=0, stored_bytes=0)
-    keeper.after(lambda: store.refs.set("n" * 600, ref))
+    named = keeper.after(lambda: store.refs.set("n" * 600, ref))
     with pytest.raises(InvalidNameError, match="600 bytes"):
-        keeper.drain(10)
+        named.result(10)
     assert kept(keeper, store)
 
 
@@ -66,10 +66,26 @@ def test_an_action_that_fails(keeper: Keeper, store: ChunkStore, error: Exceptio
     def fail() -> None:
         raise error
 
-    keeper.after(fail)
+    failed = keeper.after(fail)
+    keeper.drain(10)
     with pytest.raises(PvisorError, match="known"):
-        keeper.drain(10)
+        failed.result(0)
     assert kept(keeper, store)
+
+
+def test_what_fails_for_one_is_no_failure_of_another(keeper: Keeper) -> None:
+    """Many pull at once: who is told must be the one whose pull it is."""
+
+    def fail() -> None:
+        raise NameTakenError("snapshot 'b' of this host is another one")
+
+    failed, done = keeper.after(fail), keeper.after(lambda: None)
+    for _ in range(2):
+        keeper.drain(10)
+    assert done.result(0) is None
+    for _ in range(2):
+        with pytest.raises(NameTakenError):
+            failed.result(0)
 
 
 def test_a_store_that_breaks(keeper: Keeper, store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +115,7 @@ def test_a_store_that_hangs_holds_nobody_for_ever(keeper: Keeper) -> None:
     while not keeper.dropped:
         keeper.keep(frame)
     waits: tuple[Callable[[], None], ...] = (
-        lambda: keeper.after(lambda: None, timeout_s=0.05),
+        lambda: keeper.after(lambda: None, timeout_s=0.05).result(),
         lambda: keeper.drain(0.05),
     )
     for wait in waits:

@@ -6,14 +6,15 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
 from imaged.errors import NotFoundError, StoreFullError
+from imaged.jobs.directorystore import DirectoryClaim, DirectoryJobStore
 from imaged.jobs.job import Job, State
 from imaged.jobs.jobprocess import Workers
-from imaged.jobs.jobstore import DirectoryJobStore, JobEndedError
+from imaged.jobs.jobstore import JobEndedError
 from imaged.jobs.running import Jobs
 
 SOURCE = "oci:/nowhere:latest"
@@ -95,6 +96,7 @@ def test_modules_in_the_servers_directory_are_not_run(tmp_path: Path, monkeypatc
     for name in ("imaged", "json"):
         (tmp_path / "here" / name).mkdir(parents=True)
         (tmp_path / "here" / name / "__init__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (tmp_path / "here/imaged/jobs").mkdir()
     (tmp_path / "here/imaged/jobs/job_worker.py").touch()
     (tmp_path / "store").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -107,6 +109,31 @@ def test_modules_in_the_servers_directory_are_not_run(tmp_path: Path, monkeypatc
 def test_what_can_not_be_passed_to_a_worker_fails_the_job(tmp_path: Path, platform: str) -> None:
     job = run_job(tmp_path, [], asked(platform=platform))
     assert (job.state, "failed to run" in job.error) == ("failed", True)
+
+
+class Failing:
+    """Once, in a way that nobody thought of."""
+
+    def __init__(self, real: Callable[[Any], Any]) -> None:
+        self.real, self.failed = real, False
+
+    def __call__(self, held: Any) -> Any:
+        if not self.failed:
+            self.failed = True
+            raise LookupError("strange")
+        return self.real(held)
+
+
+@pytest.mark.parametrize("held", [(DirectoryJobStore, "claim"), (DirectoryClaim, "is_cancelled")])
+def test_a_look_that_fails_is_followed_by_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: tuple[type, str]
+) -> None:
+    """It neither ends the looking for jobs, nor the job that was looked at."""
+    failing = Failing(getattr(*held))
+    monkeypatch.setattr(*held, lambda self: failing(self))
+    job = run_job(tmp_path, ["/bin/sh", "-c", f"sleep 1; {RESULT}"])
+    assert failing.failed
+    assert job.state == "done"
 
 
 def test_a_collection_is_a_job(tmp_path: Path) -> None:

@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 
 from imaged.errors import FormatError, NotFoundError
+from imaged.jobs.directorystore import DirectoryJobStore
 from imaged.jobs.job import Job
-from imaged.jobs.jobstore import DirectoryJobStore, QueueFullError
+from imaged.jobs.jobstore import QueueFullError
 from tests.support.command import ROOT
 
 _CLAIM = """
 import sys
 from pathlib import Path
-from imaged.jobs.jobstore import DirectoryJobStore
+from imaged.jobs.directorystore import DirectoryJobStore
 claim = DirectoryJobStore(Path(sys.argv[1])).claim()
 print(claim.job.id if claim else "none", flush=True)
 sys.stdin.read()
@@ -129,7 +130,7 @@ def test_more_than_may_wait_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_oldest_ended_jobs_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("imaged.jobs.jobstore.KEPT_JOBS", 3)
+    monkeypatch.setattr("imaged.jobs.directorystore.KEPT_JOBS", 3)
     store, other = DirectoryJobStore(tmp_path), DirectoryJobStore(tmp_path)
     waiting = store.submit(asked())
     ended = [store.submit(asked(f"docker://h.test/x:{number}")) for number in range(3)]
@@ -146,7 +147,7 @@ def test_the_oldest_ended_jobs_are_forgotten(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{}", b'{"version": 1, "id": 5}', b"[" * 100_000])
-def test_a_damaged_document_hides_no_other(tmp_path: Path, raw: bytes) -> None:
+def test_a_damaged_document_hides_no_other(tmp_path: Path, raw: bytes, caplog: pytest.LogCaptureFixture) -> None:
     store = DirectoryJobStore(tmp_path)
     job = store.submit(asked())
     hurt = f"{0:020x}"
@@ -156,6 +157,9 @@ def test_a_damaged_document_hides_no_other(tmp_path: Path, raw: bytes) -> None:
         store.get(hurt)
     claim = store.claim()
     assert claim is not None
+    for _ in range(3):  # it is looked at each second
+        assert store.claim() is None
+    assert len([record for record in caplog.records if hurt in record.getMessage()]) == 1
     claim.close()
 
 
@@ -179,4 +183,4 @@ def test_a_document_says_which_field_is_wrong() -> None:
 def test_nothing_is_made_where_nobody_asked(tmp_path: Path) -> None:
     store = DirectoryJobStore(tmp_path)
     assert (store.claim(), store.all()) == (None, [])
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "jobs").exists()

@@ -9,6 +9,7 @@ import pytest
 
 from imaged.chunkstore.fsck import check
 from imaged.chunkstore.refs import Ref
+from imaged.collection import lastcollection
 from imaged.collection.collect import collect
 from imaged.errors import BucketUnavailableError
 from imaged.ids import ChunkId
@@ -47,6 +48,8 @@ def test_what_nothing_names_goes_from_the_bucket(server: Open, objects: MemoryOb
     store.refs.delete("gone:1")
     report = collect(store.root)
     assert report.removed_chunks > 10 and report.removed_packs == 1 and report.freed_bytes > 50_000
+    noted = lastcollection.noted(store.index)
+    assert noted is not None and noted.freed_bytes == report.freed_bytes
     assert _packs(objects) == before
     assert not [key for key in objects.objects if key.startswith("gc/")]
     assert check(store.root).errors == []

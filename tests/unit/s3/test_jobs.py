@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from imaged.errors import BucketUnavailableError, NotFoundError
+from imaged.jobs.directorystore import DirectoryJobStore
 from imaged.jobs.job import Job
-from imaged.jobs.jobstore import DirectoryJobStore, JobEndedError
+from imaged.jobs.jobstore import JobEndedError
 from imaged.s3.jobs import GONE_S, BucketJobStore
 from tests.support.memory_objects import MemoryObjects
 
@@ -38,8 +39,8 @@ def servers(tmp_path: Path) -> Servers:
     return Servers(tmp_path)
 
 
-def asked() -> Job:
-    return Job.conversion("docker://h.test/x:1", name=None, platform=None)
+def asked(name: str = "x") -> Job:
+    return Job.conversion(f"docker://h.test/{name}:1", name=None, platform=None)
 
 
 def test_a_job_is_known_joined_and_followed_at_another_server(servers: Servers) -> None:
@@ -109,7 +110,51 @@ def test_a_server_that_is_there_keeps_its_jobs(servers: Servers) -> None:
     claim.close()
 
 
-def test_jobs_go_on_while_the_bucket_does_not_answer(servers: Servers) -> None:
+def test_a_job_that_says_nothing_beside_one_that_says_much_is_kept(servers: Servers) -> None:
+    """Whether it waits or runs: each is shown for itself."""
+    told, silent, waiting = (servers.one.submit(asked(letter)) for letter in "abc")
+    claims = [servers.one.claim() for _ in range(2)]
+    assert [claim and claim.job.id for claim in claims] == [told.id, silent.id]
+    for step in range(60):
+        servers.later(4)
+        assert claims[0] is not None
+        claims[0].report({"step": f"{step}"})
+        assert servers.one.claim() is None
+        assert servers.other.claim() is None
+    assert {job.id for job in servers.other.all() if not job.finished} == {told.id, silent.id, waiting.id}
+    for claim in claims:
+        assert claim is not None
+        claim.close()
+
+
+def test_who_looks_at_the_jobs_often_keeps_the_server_from_nothing(servers: Servers) -> None:
+    job = servers.one.submit(asked())
+    claim = servers.one.claim()
+    assert claim is not None
+    servers.other.cancel(job.id)
+    for _ in range(4):
+        servers.later(3)
+        servers.one.all()
+        servers.one.claim()
+    assert claim.is_cancelled()
+    claim.close()
+
+
+def test_who_took_a_job_over_may_be_gone_before_it_was_begun(tmp_path: Path) -> None:
+    servers = Servers(tmp_path)
+    job = servers.one.submit(asked())
+    third = BucketJobStore(DirectoryJobStore(servers._made(tmp_path / "third"), running_limit=0), servers.objects)
+    for taker in (third, servers.other):
+        servers.later(GONE_S + 1)
+        servers.objects.put("jobs/clock", b"")
+        claim = taker.claim()
+        assert (claim is not None) == (taker is servers.other)
+    assert claim is not None
+    assert (claim.job.id, claim.job.starts) == (job.id, 1)
+    claim.close()
+
+
+def test_jobs_go_on_while_the_bucket_does_not_answer(servers: Servers, caplog: pytest.LogCaptureFixture) -> None:
     job = servers.one.submit(asked())
 
     def fail(operation: str, key: str) -> None:
@@ -119,8 +164,20 @@ def test_jobs_go_on_while_the_bucket_does_not_answer(servers: Servers) -> None:
     servers.later(60)
     claim = servers.one.claim()
     assert claim is not None
+    for _ in range(5):
+        for later_s in (60, 0):  # an outage, and a look that is not due meanwhile
+            servers.later(later_s)
+            assert servers.one.claim() is None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"job {job.id} is not shown to other servers: no answer",
+        "jobs of other servers are not heard of: no answer",
+    ]
     claim.report({"step": "half"})
     servers.objects.before = None
+    for _ in range(2):
+        servers.later(60)
+        assert servers.one.claim() is None
+    assert [record.getMessage() for record in caplog.records[2:]] == ["jobs of other servers are heard of again"]
     claim.finish(Job.done)
     claim.close()
     assert servers.other.get(job.id).state == "done"

@@ -8,11 +8,12 @@ import pytest
 
 from imaged.chunkstore.fsck import check
 from imaged.chunkstore.pack import disk_bytes, pack_path
-from imaged.chunkstore.refs import Ref
+from imaged.chunkstore.refs import Ref, RefTable
 from imaged.chunkstore.rows import FOREIGN_PACKS
 from imaged.chunkstore.snapshotrefs import SnapshotRef
 from imaged.chunkstore.store import ChunkStore
 from imaged.collection.collect import collect
+from imaged.collection.eviction import Evictor
 from imaged.errors import (
     BucketUnavailableError,
     ChunkCorruptError,
@@ -25,6 +26,7 @@ from imaged.frame import HEADER_BYTES
 from imaged.ids import ChunkId
 from imaged.s3.address import BucketAddress
 from imaged.s3.mirror import Mirror, make_mirror
+from imaged.s3.names import Names
 from imaged.s3.store import MirrorStore
 from tests.support.memory_objects import MemoryObjects
 from tests.support.store_images import build_image, name_image
@@ -121,12 +123,18 @@ def test_a_server_that_does_not_answer_is_no_reason_to_call_anything_missing(
     first, second = server("a"), server("b")
     chunk = first.put(_data())
     first.flush()
+    unknown = first.put(_data())
     second.bucket.catch_up()
+    first.flush()
     objects.fail()
-    with pytest.raises(BucketUnavailableError):
-        second.get(chunk)
-    with pytest.raises(BucketUnavailableError):
-        list(second.frames([chunk]))
+    for one in (chunk, unknown):
+        with pytest.raises(BucketUnavailableError):
+            second.get(one)
+        with pytest.raises(BucketUnavailableError):
+            list(second.frames([chunk, one]))
+    for ask in (second.missing, second.absent, second.prepare):
+        with pytest.raises(BucketUnavailableError):
+            ask([unknown])
     second.put(_data())
     with pytest.raises(BucketUnavailableError):
         second.flush()
@@ -230,6 +238,7 @@ def test_names_memos_profiles_and_origins_are_everywhere(server: Open, objects: 
     assert second.memos.get("sha256:1") == chunk
     assert second.profiles.get(chunk) == first.profiles.get(chunk)
     assert second.origins.get(chunk) == "http://origin"
+    assert not any((store.root / RefTable.COPY_NAME).exists() for store in (first, second))  # the bucket has them
     assert second.refs.delete("repo/one:1") and not second.refs.delete("repo/one:1")
     second.memos.delete("sha256:1")
     second.profiles.delete(chunk)
@@ -282,7 +291,7 @@ def test_the_cache_is_given_back_and_nothing_is_lost(server: Open, objects: Memo
     first.uses.record()
     first.uses.touch([chunks[7]])
     first.uses.flush()
-    freed = first.give_back(used // 2)
+    freed = first.evict_copies(used // 2)
     assert freed is not None and used // 2 <= freed < used * 3 // 4
     assert first.missing(chunks) == []
     objects.calls.clear()
@@ -296,7 +305,7 @@ def test_what_the_bucket_does_not_have_is_not_given_back(server: Open) -> None:
     store = server("a")
     chunk = store.put(_data(40_000))
     store._writer.flush()
-    assert store.give_back(1 << 20) == 0
+    assert store.evict_copies(1 << 20) == 0
     assert store.get(chunk)
 
 
@@ -342,3 +351,118 @@ def test_no_name_is_set_above_what_was_collected_while_the_bucket_was_out_of_rea
         second.refs.set("two:1", ref)
     second.bucket.sync.everything()
     assert second.refs.items() == []
+
+
+def test_what_was_read_just_now_is_evicted_last(server: Open, objects: MemoryObjects) -> None:
+    """Though it is not noted yet: that is done every half minute."""
+    first = server("a")
+    old = [first.put(_data(60_000)) for _ in range(20)]
+    first.flush()
+    new = [first.put(_data(60_000)) for _ in range(20)]
+    first.flush()
+    second = server("b")
+    second.uses.record()
+    evictor = Evictor(second, 1 << 40)
+    list(second.frames(old))
+    second.uses.flush()
+    list(second.frames(new))
+    evictor.max_bytes = evictor.used_bytes * 3 // 4
+    assert evictor.make_room(0)
+    objects.calls.clear()
+    list(second.frames(new))
+    assert objects.calls == []
+    list(second.frames(old))
+    assert objects.calls
+    assert evictor.status().held_back == ""
+
+
+def test_what_holds_back_an_eviction_is_told(server: Open) -> None:
+    store = server("a")
+    for _ in range(20):
+        store.put(_data(60_000))
+    store._writer.flush()
+    evictor = Evictor(store, 60_000)
+    assert not evictor.make_room(0)
+    assert "not in the bucket" in evictor.status().held_back
+
+
+def _listings(objects: MemoryObjects) -> int:
+    """Of all names, since the last time."""
+    count = objects.calls.count(("list", "refs/"))
+    objects.calls.clear()
+    return count
+
+
+def test_names_are_listed_only_when_one_has_changed(server: Open, objects: MemoryObjects) -> None:
+    first, second = server("a"), server("b")
+    one, two = (first.put(_data()) for _ in range(2))
+    often = second.bucket.sync.often
+    first.refs.set("one:1", _ref(one))
+    often()
+    assert second.refs.items() == [("one:1", _ref(one))]
+    _listings(objects)
+    often()
+    often()
+    assert _listings(objects) == 0
+    first.refs.set("two:1", _ref(two))
+    first.refs.delete("one:1")
+    assert _listings(objects) == 0
+    often()
+    assert [name for name, _ in second.refs.items()] == ["two:1"]
+    assert _listings(objects) == 1
+    second.bucket.sync.everything()
+    assert _listings(objects) == 1
+
+
+def test_a_change_that_nobody_was_told_of_is_found_by_a_whole_look(server: Open, objects: MemoryObjects) -> None:
+    first, second = server("a"), server("b")
+    first.refs.set("one:1", _ref(first.put(_data())))
+    second.bucket.sync.often()
+
+    def before(operation: str, key: str) -> None:
+        if (operation, key) == ("put", "refs.changed"):
+            raise BucketUnavailableError("no answer")
+
+    objects.before = before
+    first.refs.set("two:1", _ref(first.put(_data())))  # that is true, and said to be
+    objects.before = None
+    second.bucket.sync.often()
+    assert [name for name, _ in second.refs.items()] == ["one:1"]
+    second.bucket.sync.everything()
+    assert [name for name, _ in second.refs.items()] == ["one:1", "two:1"]
+
+
+def test_names_that_could_not_be_read_are_listed_again(server: Open, objects: MemoryObjects) -> None:
+    first, second = server("a"), server("b")
+    first.refs.set("one:1", _ref(first.put(_data())))
+    second.bucket.sync.often()
+    first.refs.set("two:1", _ref(first.put(_data())))
+
+    def before(operation: str, key: str) -> None:
+        if operation == "get" and key.startswith("refs/"):
+            raise BucketUnavailableError("no answer")
+
+    objects.before = before
+    with pytest.raises(BucketUnavailableError):
+        second.bucket.sync.often()
+    objects.before = None
+    second.bucket.sync.often()
+    assert [name for name, _ in second.refs.items()] == ["one:1", "two:1"]
+
+
+def test_names_are_listed_for_as_long_as_listings_may_lag(objects: MemoryObjects) -> None:
+    now_s = [100.0]
+    names = Names(objects, settle_s=30.0, clock=lambda: now_s[0])
+    names.tell()
+    seen = []
+    for now_s[0] in (100.0, 101.0, 129.0, 131.0, 200.0):
+        with names.all(whole=False) as entries:
+            seen.append(entries is not None)
+    assert seen == [True, True, True, False, False]
+
+
+def test_a_bucket_in_which_nobody_tells_is_listed_each_time(objects: MemoryObjects) -> None:
+    names = Names(objects, settle_s=0.0)
+    for _ in range(3):
+        with names.all(whole=False) as entries:
+            assert entries == []

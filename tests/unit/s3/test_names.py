@@ -161,11 +161,13 @@ def test_what_is_superseded_goes_after_a_day(conditional: bool) -> None:
     assert names.change("images", "gone", _count_up).document == {"n": 1}
 
 
-def test_lonely_packs_and_old_leases_go_after_a_day() -> None:
+def test_lonely_packs_old_leases_and_marks_of_jobs_go_after_a_day() -> None:
     objects = MemoryObjects()
-    for key in ("packs/a.pack", "packs/b.pack", "packs/b.idx", "leases/x.json", "profiles/1"):
+    stay = ["jobs/1.json", "packs/b.idx", "packs/b.pack", "profiles/1"]
+    go = ["packs/a.pack", "leases/x.json", "jobs/1.taken-17", "jobs/2.cancel"]
+    for key in stay + go:
         objects.put(key, b"")
     remove_leftovers(objects, objects.now_s + KEPT_S - 1)
-    assert len(objects.objects) == 5
+    assert len(objects.objects) == len(stay + go)
     remove_leftovers(objects, objects.now_s + KEPT_S + 1)
-    assert sorted(objects.objects) == ["packs/b.idx", "packs/b.pack", "profiles/1"]
+    assert sorted(objects.objects) == stay

@@ -18,6 +18,7 @@ import yaml
 
 from cli.group import COMMANDS
 from imaged.chunkstore.store import ChunkStore
+from imaged.collection.eviction import Evictor
 from imaged.serving.metrics import Metrics, Sources
 from imaged.serving.traffic import Traffic
 
@@ -101,6 +102,7 @@ def test_every_metric_of_the_dashboard_exists(tmp_path: Path) -> None:
     traffic = Traffic()
     traffic.note("GET", "/healthz", "/healthz", 200, 1, 1, 0.1, "peer")
     with ChunkStore.open(tmp_path / "store") as store:
+        Evictor(store, 1 << 30).note()
         metrics = Metrics(Sources(store, lambda: {"done": 1}, lambda: 0, dict), traffic, lambda: 0)
         metrics.take()
         text = metrics.render().decode()
@@ -117,6 +119,7 @@ def test_every_metric_of_the_dashboard_exists(tmp_path: Path) -> None:
 
 def test_every_metric_is_in_the_documentation(tmp_path: Path) -> None:
     with ChunkStore.open(tmp_path / "store") as store:
+        Evictor(store, 1 << 30).note()
         text = Metrics(Sources(store, dict, lambda: 0, dict), Traffic(), lambda: 0).render().decode()
     names = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
     page = (DEPLOY.parent / "docs/operations.md").read_text()

@@ -50,6 +50,11 @@ class Served:
         self.guard.look(asyncio.get_running_loop().time() + self._ahead_s)
 
 
+def test_the_limits_are_those_of_the_specification() -> None:
+    limits = (HEAD_S, module._LOOK_S, PACE_BYTES, PACE_S, module.CONNECTIONS)
+    assert limits == (10, 2, 32 << 10, 30, 8192)
+
+
 async def settle() -> None:
     """What was sent has come."""
     await asyncio.sleep(0.05)

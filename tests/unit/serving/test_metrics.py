@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from imaged.chunkstore.store import ChunkStore
+from imaged.collection.eviction import Evictor, used_bytes
 from imaged.errors import StoreError
 from imaged.serving.metrics import Metrics, Sources
 from imaged.serving.server import application
@@ -59,6 +60,17 @@ def test_durations_are_counted_as_prometheus_client_counts_them(store: ChunkStor
     assert found["pvisor_leases[]"] == 3
     assert found["pvisor_cache_hits_total[]"] == 7
     assert found["pvisor_http_connections[]"] == 5
+
+
+def test_the_bound_of_a_cache_is_shown_with_its_use(store: ChunkStore) -> None:
+    metrics = Metrics(Sources(store, dict, lambda: 0, dict), Traffic(), lambda: 0)
+    assert b"cache_max_bytes" not in metrics.render()
+    store.put(os.urandom(300_000))
+    store.flush()
+    Evictor(store, 20 << 30).note()
+    found = samples(metrics.render(), "pvisor_cache_")
+    assert found["pvisor_cache_max_bytes[]"] == 20 << 30
+    assert 300_000 <= found["pvisor_cache_used_bytes[]"] == used_bytes(store.root) < 600_000
 
 
 def answers(store: ChunkStore, *paths: str) -> list[tuple[int, str]]:

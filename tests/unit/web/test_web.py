@@ -16,8 +16,9 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from imaged.chunkstore.refs import RefTable
 from imaged.chunkstore.store import ChunkStore
+from imaged.collection.collect import collect
+from imaged.jobs.directorystore import DirectoryJobStore
 from imaged.jobs.job import Job, State
-from imaged.jobs.jobstore import DirectoryJobStore
 from imaged.serving.serveconfig import ServeOptions
 from imaged.serving.server import application
 from imaged.serving.sharing import own_bytes
@@ -119,6 +120,8 @@ def test_pages_say_what_to_do_when_there_is_nothing(tmp_path: Path) -> None:
             assert f"--server http://{client.host}:{client.port}" in text
             assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
         assert "None is remembered" in await (await client.get("/store")).text()
+        await asyncio.to_thread(collect, tmp_path)
+        assert "by a command: 0 B freed" in await (await client.get("/store")).text()
         for path in ("/images/none:1", "/images/%00", "/snapshots/none", "/jobs/none", "/images/UP/../x"):
             answer = await client.get(path)
             assert answer.status in (400, 404)
@@ -227,6 +230,8 @@ def test_sessions_are_signed_and_end_with_their_token(tmp_path: Path, monkeypatc
             ("//evil.test", "/"),
             ("https://evil.test", "/"),
             ("/\\e", "/"),
+            ("//[", "/"),
+            ("/[", "/%5B"),
         ):
             answer = await client.post("/login", data={"token": secret, "next": after}, allow_redirects=False)
             assert (answer.status, answer.headers["Location"]) == (303, path)
@@ -240,6 +245,9 @@ def test_sessions_are_signed_and_end_with_their_token(tmp_path: Path, monkeypatc
             "/login", data={"token": secret}, headers={"Origin": "http://e"}, allow_redirects=False
         )
         assert evil.status == 403
+        for kind in ("application/x-www-form-urlencoded; charset=bogus", "multipart/form-data"):
+            odd = await client.post("/login", data=b"token=x", headers={"Content-Type": kind})
+            assert odd.status == 400, kind
         client.session.cookie_jar.clear()
         expires, digest, signature = cookie.value.split(".")
         assert await status(cookie.value) == 200
