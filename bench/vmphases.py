@@ -13,7 +13,7 @@ from bench.common import Samples
 from fuse import node, vmlease
 from imaged import snapshots
 from imaged.chunkstore.store import ChunkStore
-from vmm import facts, identity, parking, recovery
+from vmm import capture, facts, identity, parking, recovery
 from vmm.held import Held
 from vmm.process import Process
 from vmm.qemu import Qemu
@@ -41,7 +41,7 @@ PARK: Calls = (
     (parking, "hold_still", "guest held still"),
     (Qemu, "stop", "stop"),
     (Qemu, "save_state", "device state saved"),
-    (parking, "capture_memory", "memory captured"),
+    (capture, "capture_memory", "memory captured"),
     (snapshots, "publish_over", "flushed, recorded, named"),
     (recovery, "finish_park", "vm.json, QEMU ended"),
 )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import select
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from cli.terminal import raw_keys
 from fuse import protocol
 from imaged.calls import writer
-from vmm.errors import VmStateError
+from vmm.errors import VmBusyError, VmStateError
 
 _ESCAPE = b"\x1d"  # Ctrl-]
 _PIECE_BYTES = 1 << 16
@@ -21,19 +24,39 @@ _END_S = 1.0
 def converse(path: Path) -> None:
     """Carry bytes between this program's terminal and the serial line, until Ctrl-] or the end of either.
 
-    VmStateError when nobody listens at `path`. With stdin not a terminal its bytes are sent as they are, and what comes
-    back within a second after its end is shown.
+    VmStateError when nobody listens at `path`, VmBusyError when another program uses it so: QEMU would let this one
+    wait without a word. With stdin not a terminal its bytes are sent as they are, and what comes back within a second
+    after its end is shown.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+    with _alone(path), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         try:
             with protocol.address(path) as address:
                 line.connect(address)
         except OSError as error:
-            raise VmStateError(
-                f"no serial line at {path}: {error.strerror}", hint="`pvisor vm ls` tells more"
-            ) from error
+            raise _no_line(path, error) from error
         with raw_keys():
             _carry(line)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    try:
+        fd = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise _no_line(path, error) from error
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            hint = "one at a time: end that one with Ctrl-], or use `pvisor vm exec -it`"
+            raise VmBusyError("another `vm console` uses this serial line", hint=hint) from error
+        yield
+    finally:
+        os.close(fd)
+
+
+def _no_line(path: Path, error: OSError) -> VmStateError:
+    return VmStateError(f"no serial line at {path}: {error.strerror}", hint="`pvisor vm ls` tells more")
 
 
 def _carry(line: socket.socket) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -12,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cli.arguments import OPTIONS_FIRST, memory_size, own_command
-from cli.common import Settings, age, command_options, human_bytes, output_options, progress, table, warn
+from cli.common import Settings, command_options, output_options, progress, warn
 from cli.signals import ending_in_order
 from cli.vmexec import NameFirst, console, execute, follow, kill, ps, workload_options
+from cli.vmlist import list_vms, show, show_all
 from vmm.workload import WorkloadOptions
 
 if TYPE_CHECKING:
     from fuse.node import OpenImage
     from vmm.record import VmRecord
-    from vmm.survey import VmStatus
-    from vmm.vms import Vms
 
 
 @click.group(short_help="Run, park, resume and fork virtual machines.")
@@ -56,27 +54,6 @@ def _warn_of_network(records: Sequence[VmRecord], asked: str | None) -> None:
                 f"VM {record.name}: its snapshot was made with a network, which leads nowhere here; "
                 "--net user gives it this host's"
             )
-
-
-def describe(status: VmStatus) -> dict[str, Any]:
-    """What `ls --json` and the commands that make VMs show of one."""
-    record = status.record
-    return {
-        "name": record.name,
-        "state": status.state,
-        "detail": status.detail,
-        "image": record.image,
-        "image_name": record.image_name or None,
-        "memory_bytes": record.memory_bytes,
-        "cpus": record.cpus,
-        "disk_bytes": record.disk_bytes,
-        "network": record.network,
-        "created_at": record.created_ns // 1_000_000_000,
-        "snapshot": record.snapshot or None,
-        "snapshot_name": record.snapshot_name or None,
-        "pid": status.pid,
-        "private_bytes": status.private_bytes,
-    }
 
 
 @vm.command(cls=NameFirst, context_settings=OPTIONS_FIRST, short_help="Boot a VM, and run a command in it.")
@@ -128,10 +105,11 @@ def run(
     """
     from vmm.boot import Shape, boot, temporary
     from vmm.vms import Vms
-    from vmm.workload import resolve
+    from vmm.workload import check, resolve
 
     if not command and (options != WorkloadOptions() or stdin is not None or timeout_s is not None or keep):
         raise click.UsageError("-e, -w, -u, -i, -t, --timeout and --keep are for a CMD: give one after --")
+    check(command, options)
     vms = Vms(settings.config)
     shape = Shape(memory_bytes=memory_bytes, cpus=cpus, disk_bytes=disk_bytes or 0, network=network)
     image, opener = _image(settings, name)
@@ -143,7 +121,7 @@ def run(
                 made = temporary(vms, image, opener, shape, name=vm_name, progress=told)
                 record = stack.enter_context(made)
         if not command:
-            _show(settings, vms, record.name)
+            show(settings, vms, record.name)
             return 0
         workload = resolve(record.image_config, command, options, entrypoint=True)
         return follow(vms, record.name, workload, stdin, timeout_s, tty=options.tty)
@@ -161,62 +139,6 @@ def _image(settings: Settings, name: str) -> tuple[str, Callable[[], OpenImage]]
     ImageName.parse(name)  # a bad name is wrong usage; the daemon could only say that it failed
     config = settings.config
     return name, lambda: node.open_image(config, name, server=config.server, start=True)
-
-
-def _show(settings: Settings, vms: Vms, name: str) -> None:
-    if not settings.json_output:
-        settings.emit(None, name)
-        return
-    from vmm.survey import status
-
-    settings.emit(describe(status(vms, name)), name)
-
-
-def _show_all(settings: Settings, vms: Vms, records: Sequence[VmRecord]) -> None:
-    names = "\n".join(record.name for record in records)
-    if not settings.json_output:
-        settings.emit(None, names)
-        return
-    from vmm.survey import look
-
-    settings.emit([describe(status) for status in look(vms, records)], names)
-
-
-@vm.command("ls", short_help="List VMs, and what they do.")
-@output_options
-def list_vms(settings: Settings) -> None:
-    """List VMs: running, parked, damaged, or ended and why.
-
-    PRIVATE is the memory that only this VM has: a parked one has none.
-
-    \b
-    Example:
-      pvisor vm ls
-    """
-    from vmm.survey import survey
-    from vmm.vms import Vms
-
-    vms = Vms(settings.config)
-    found = survey(vms)
-
-    def text() -> str:
-        now = time.time()
-        rows = [
-            [
-                status.name,
-                status.state,
-                status.record.image_name or status.record.image[:12] or "-",
-                age(now - status.record.created_ns / 1e9) if status.record.created_ns else "-",
-                human_bytes(status.record.memory_bytes) if status.record.memory_bytes else "-",
-                human_bytes(status.private_bytes) if status.pid is not None else "-",
-                status.record.snapshot_name or status.record.snapshot[:12] or "-",
-                status.detail,
-            ]
-            for status in found
-        ]
-        return table(["VM", "STATE", "IMAGE", "AGE", "MEMORY", "PRIVATE", "SNAPSHOT", ""], rows)
-
-    settings.emit([describe(status) for status in found], text)
 
 
 @vm.command(short_help="Write a VM into the store, and end it.")
@@ -280,7 +202,7 @@ def resume(settings: Settings, name: str, vm_name: str | None, network: str | No
     with ending_in_order(), progress(settings) as told:
         record = resume_vm(vms, name, name=vm_name, network=network, server=vms.config.server, progress=told)
     _warn_of_network([record], network)
-    _show_all(settings, vms, [record])
+    show_all(settings, vms, [record])
 
 
 @vm.command(short_help="Make new VMs of a VM or a snapshot.")
@@ -291,8 +213,8 @@ def resume(settings: Settings, name: str, vm_name: str | None, network: str | No
 def fork(settings: Settings, name: str, count: int, network: str | None) -> None:
     """Make new VMs that go on from what a VM is now, or from a snapshot; a running VM goes on itself.
 
-    They are called NAME-1, NAME-2 and so on. Each gets a name, a machine id, an address and random numbers of its own.
-    All are made, or none.
+    They are called NAME-1, NAME-2 and so on, the next that neither VMs nor snapshots have. Each gets a name, a machine
+    id, an address and random numbers of its own. All are made, or none.
 
     \b
     Example:
@@ -305,7 +227,7 @@ def fork(settings: Settings, name: str, count: int, network: str | None) -> None
     with ending_in_order(), progress(settings) as told:
         records = fork_vm(vms, name, count, network=network, server=vms.config.server, progress=told)
     _warn_of_network(records, network)
-    _show_all(settings, vms, records)
+    show_all(settings, vms, records)
 
 
 @vm.command("rm", short_help="End and remove VMs.")
@@ -315,8 +237,8 @@ def fork(settings: Settings, name: str, count: int, network: str | None) -> None
 def remove(settings: Settings, names: tuple[str, ...], keep_snapshot: bool) -> None:
     """End VMs and remove what they wrote.
 
-    With a parked VM goes the snapshot that it is parked as, unless that was named with --as. Of a VM that runs or has
-    ended its last park stays, and so do VMs that were forked from any.
+    With a parked VM goes the snapshot that it is parked as, unless --as gave that another name. Of a VM that runs or
+    has ended its last park stays, and so do VMs that were forked from any.
 
     \b
     Example:
@@ -346,7 +268,8 @@ def remove(settings: Settings, names: tuple[str, ...], keep_snapshot: bool) -> N
         raise next(iter(failures.values()))
     if failures:
         causes = "; ".join(f"{name}: {failure.message}" for name, failure in failures.items())
-        raise VmError(f"{len(failures)} VMs were not removed: {causes}", hint="the others are")
+        hint = "the others are" if removed else "`pvisor vm ls` lists them"
+        raise VmError(f"{len(failures)} VMs were not removed: {causes}", hint=hint)
 
 
 def _what_stays(name: str, snapshot: str) -> str:
@@ -357,5 +280,5 @@ def _what_stays(name: str, snapshot: str) -> str:
     )
 
 
-for _command in (execute, ps, kill, console):
+for _command in (list_vms, execute, ps, kill, console):
     vm.add_command(_command)

@@ -76,7 +76,6 @@ def workload_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def follow(vms: Vms, name: str, workload: Workload, stdin: int | None, timeout_s: float | None, *, tty: bool) -> int:
-    from imaged.calls import writer
     from vmm.control import Control
     from vmm.execution import execute
 
@@ -94,13 +93,33 @@ def follow(vms: Vms, name: str, workload: Workload, stdin: int | None, timeout_s
             name,
             workload,
             stdin=stdin,
-            stdout=writer(1),
-            stderr=writer(2),
+            stdout=_writer(1, name),
+            stderr=_writer(2, name),
             timeout_s=timeout_s,
             terminal=terminal,
             control=control,
             on_start=begun.set,
         )
+
+
+def _writer(fd: int, name: str) -> Callable[[bytes], None]:
+    """As `imaged.calls.writer`. VmSetupError when what the command says can not be written."""
+    from imaged.calls import writer
+    from vmm.errors import VmSetupError
+
+    write = writer(fd)
+
+    def written(data: bytes) -> None:
+        try:
+            write(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            what = "stdout" if fd == 1 else "stderr"
+            hint = f"the command goes on in the guest, and what it says is thrown away: `pvisor vm ps {name}` lists it"
+            raise VmSetupError(f"{what} could not be written: {error.strerror}", hint=hint) from error
+
+    return written
 
 
 @click.command("exec", cls=NameFirst, context_settings=OPTIONS_FIRST, short_help="Run a command in a VM.")
@@ -186,12 +205,12 @@ def _signal(text: str) -> int:
     import signal
 
     name = text.upper().removeprefix("SIG")
-    if name.isdecimal() and 0 < int(name) < signal.NSIG:
+    if name in {str(number) for number in range(1, signal.NSIG)}:
         return int(name)
     try:
         return signal.Signals[f"SIG{name}"]
     except KeyError:
-        raise click.BadParameter(f"{text!r} is no signal", param_hint="-s") from None
+        raise click.BadParameter(f"{text[:40]!r} is no signal; `kill -l` lists them", param_hint="-s") from None
 
 
 @click.command(short_help="Use a VM's serial line.")

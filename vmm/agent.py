@@ -6,27 +6,25 @@ are several `Agent.connect`. When a session ends, however it ends, what it has s
 
 from __future__ import annotations
 
-import errno
 import os
 import select
 import struct
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
 from vmm import agentproto
+from vmm.agentinput import Input
 from vmm.agentlink import AgentLink
-from vmm.agentproto import PAYLOAD_MAX, STDIN_WINDOW, Frame, Kind
+from vmm.agentproto import PAYLOAD_MAX, Frame, Kind
 from vmm.control import Control
 from vmm.errors import NOT_EXECUTABLE, NOT_FOUND, AgentError, AgentTimeoutError, VmCommandError, VmSetupError
 
 ANSWER_TIMEOUT_S = 60.0
 """How long a question that takes the agent no time may wait: a VM can be paused while it is captured."""
 _ENTROPY_BYTES = 64
-_INPUT_PIECE = 65536
 _EXHAUSTED = (
     "the guest has no memory or no process ids left: `pvisor vm ps` lists what runs, `pvisor vm kill` ends it; or boot "
     "one with more --memory"
@@ -128,22 +126,8 @@ class Agent:
         that is not and can not be made, AgentError when the connection broke: the program then goes on if it was
         started and the VM lives.
         """
-        items = [(b"a", os.fsencode(argument)) for argument in argv]
-        items += [(b"e", os.fsencode(name) + b"=" + os.fsencode(value)) for name, value in (env or {}).items()]
-        if any(b"\0" in value for _, value in items):
-            raise VmSetupError("an argument or variable has a NUL byte, which none can have")
-        if cwd is not None:
-            items.append((b"d", os.fsencode(cwd)))
-        if user is not None:
-            items.append((b"u", os.fsencode(user)))
-        if timeout_s is not None:
-            items.append((b"t", str(max(1, round(timeout_s * 1000))).encode()))
-        if stdin is not None:
-            items.append((b"i", b""))
-        if terminal is not None:
-            items.append((b"w", agentproto.window_size(*terminal)))
-        self._request(Kind.EXECUTE, items)
-        source = _Input(stdin)
+        self._request(Kind.EXECUTE, _job(argv, env, cwd, user, timeout_s, stdin is not None, terminal))
+        source = Input(stdin)
         until = None if timeout_s is None else time.monotonic() + timeout_s + ANSWER_TIMEOUT_S
         outputs = {Kind.STDOUT: stdout, Kind.STDERR: stderr}
         while True:
@@ -207,14 +191,13 @@ class Agent:
         self._link.send(Kind.HOLD, b"")
         return _texts(self._answer(Kind.DONE, timeout_s))
 
-    def processes(self, *, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[GuestProcess, ...]:
-        """What commands have started and what that has started, as far as it lives. AgentError."""
+    def processes(self, *, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[tuple[GuestProcess, ...], tuple[str, ...]]:
+        """What commands have started and what that has started, as far as it lives; and, as texts, that there is more
+        than one answer has room for. AgentError."""
         self._link.send(Kind.LIST, b"")
-        found = []
-        for tag, value in agentproto.parse_fields(self._answer(Kind.DONE, timeout_s)):
-            if tag == b"p":
-                found.append(GuestProcess(*agentproto.process(value)))
-        return tuple(found)
+        fields = list(agentproto.parse_fields(self._answer(Kind.DONE, timeout_s)))
+        found = tuple(GuestProcess(*agentproto.process(value)) for tag, value in fields if tag == b"p")
+        return found, tuple(agentproto.text(value) for tag, value in fields if tag == b"f")
 
     def kill(self, pid: int, signal: int, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
         """Send a signal to one of `processes`, and where it is a command to all of its group. VmSetupError when it is
@@ -253,7 +236,7 @@ class Agent:
                     hint="the guest is paused or hangs; pvisor vm console shows its console",
                 )
 
-    def _turn(self, source: _Input, control: Control | None, until: float | None) -> list[Frame]:
+    def _turn(self, source: Input, control: Control | None, until: float | None) -> list[Frame]:
         """Waits for something to do, does it, and returns the frames that came."""
         wait_s = None if until is None else until - time.monotonic()
         if wait_s is not None and wait_s <= 0:
@@ -291,48 +274,36 @@ class Agent:
         return VmSetupError(text, hint=_EXHAUSTED if text.startswith(("fork: ", "clone3: ")) else "")
 
 
-class _Input:
-    """A job's stdin: bytes or a descriptor, and the credit to send it."""
-
-    def __init__(self, stdin: int | bytes | None) -> None:
-        self.credit = STDIN_WINDOW
-        self.descriptor = stdin if isinstance(stdin, int) else None
-        self._rest = memoryview(stdin) if isinstance(stdin, bytes) else memoryview(b"")
-        self._open = stdin is not None
-
-    @property
-    def wants(self) -> bool:
-        return self._open and self.credit > 0
-
-    def take(self) -> deque[bytes | memoryview]:
-        """What to send now; an empty piece is the end."""
-        pieces: deque[bytes | memoryview] = deque()
-        if self.descriptor is not None:
-            data = memoryview(_read(self.descriptor, min(self.credit, _INPUT_PIECE)))
-            at_end = not data
-        else:
-            data, self._rest = self._rest[: self.credit], self._rest[self.credit :]
-            at_end = not self._rest
-        self.credit -= len(data)
-        pieces.extend(data[start : start + PAYLOAD_MAX] for start in range(0, len(data), PAYLOAD_MAX))
-        if at_end:
-            pieces.append(b"")
-            self._open = False
-        return pieces
-
-
-def _read(descriptor: int, size_bytes: int) -> bytes:
-    try:
-        return os.read(descriptor, size_bytes)
-    except OSError as error:
-        if error.errno not in (errno.EIO, errno.EBADF, errno.EISDIR):
-            raise
-        return b""  # a terminal that hung up, or no stdin at all
-
-
 def _texts(answer: bytes) -> tuple[str, ...]:
     return tuple(agentproto.text(value) for _, value in agentproto.parse_fields(answer))
 
 
 def _discard(data: bytes) -> None:
     del data
+
+
+def _job(
+    argv: Sequence[str | bytes],
+    env: Mapping[str, str] | Mapping[bytes, bytes] | None,
+    cwd: str | None,
+    user: str | None,
+    timeout_s: float | None,
+    has_stdin: bool,
+    terminal: tuple[int, int] | None,
+) -> list[tuple[bytes, bytes]]:
+    """The fields of EXECUTE. VmSetupError."""
+    items = [(b"a", os.fsencode(argument)) for argument in argv]
+    items += [(b"e", os.fsencode(name) + b"=" + os.fsencode(value)) for name, value in (env or {}).items()]
+    if any(b"\0" in value for _, value in items):
+        raise VmSetupError("an argument or variable has a NUL byte, which none can have")
+    if cwd is not None:
+        items.append((b"d", os.fsencode(cwd)))
+    if user is not None:
+        items.append((b"u", os.fsencode(user)))
+    if timeout_s is not None:
+        items.append((b"t", str(max(1, round(timeout_s * 1000))).encode()))
+    if has_stdin:
+        items.append((b"i", b""))
+    if terminal is not None:
+        items.append((b"w", agentproto.window_size(*terminal)))
+    return items

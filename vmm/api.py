@@ -14,7 +14,7 @@ from imaged.config import Config
 from imaged.progress import Progress
 from vmm.errors import VmArgumentError, VmTimeoutError
 from vmm.vms import Vms
-from vmm.workload import Workload, WorkloadOptions, resolve
+from vmm.workload import Workload, WorkloadOptions, check, resolve
 
 if TYPE_CHECKING:
     from vmm.parking import Parked
@@ -166,6 +166,7 @@ def run(
     shape = Shape(memory_bytes=memory_bytes, cpus=cpus, disk_bytes=disk_bytes or 0, network=network)
     words = calls.words(argv, VmArgumentError)
     options = WorkloadOptions(env=calls.variables(env, VmArgumentError), workdir=workdir, user=user)
+    check(words, options)
     timeout_s = calls.seconds(timeout_s, VmArgumentError)
     streams = _Streams(input=input, stdin=stdin, stdout=stdout, stderr=stderr, capture_output=capture_output)
     with temporary(Vms(resolved), image, _opener(resolved, image, server), shape, name=name) as record:

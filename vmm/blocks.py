@@ -11,8 +11,7 @@ def current_device(config: Config) -> int:
     """The node daemon's mount as it is now; 0 when no daemon runs. Asks neither the daemon nor its files."""
     if not config.run.is_dir() or rundir.daemon_pid(config) is None:
         return 0
-    devices = [mount.device for mount in mountinfo.mount_points() if mount.path == config.blocks]
-    return devices[-1] if devices else 0
+    return mountinfo.device_on(config.blocks)
 
 
 def require_device(config: Config) -> int:

@@ -18,7 +18,7 @@ from imaged.ids import BLOCK_BYTES
 from imaged.names import ImageName
 from imaged.progress import NoProgress, Progress
 from imaged.snapshot import CPUS_LIMIT
-from vmm import facts, identity, recovery
+from vmm import facts, identity, names, recovery
 from vmm.agentproto import TEXT_MAX
 from vmm.blocks import require_device
 from vmm.console import panic
@@ -26,7 +26,7 @@ from vmm.disk import SIZE_LEAST_BYTES, create_disk
 from vmm.errors import AgentError, VmArgumentError, VmError, VmNotFoundError
 from vmm.guest.initramfs import initramfs
 from vmm.guest.kernel import find_kernel, kernel_arguments
-from vmm.held import Held, disk_faults, release
+from vmm.held import Held, disk_faults
 from vmm.machine import LEAST_MEMORY_BYTES, MIB, MOST_MEMORY_BYTES, MachineSpec
 from vmm.qemu import Qemu
 from vmm.record import State, VmRecord
@@ -83,7 +83,7 @@ def boot(
     """
     shape.check()
     recovery.sweep(vms)
-    with vms.make(_wanted(name or _base(image), shape), numbered=name is None) as held:
+    with vms.make(_wanted(name or _base(image), shape), among=_among(vms, image, name)) as held:
         _boot(vms, held, open_image, progress or NoProgress())
         return held.record
 
@@ -102,7 +102,7 @@ def temporary(
     shape.check()
     recovery.sweep(vms)
     wanted = _wanted(name or _base(image), shape, temporary=True)
-    with vms.make(wanted, numbered=name is None) as held:
+    with vms.make(wanted, among=_among(vms, image, name)) as held:
         _boot(vms, held, open_image, progress or NoProgress())
     try:
         yield held.record
@@ -110,8 +110,7 @@ def temporary(
         try:
             _remove_temporary(vms, held)
         finally:
-            if held.owner_fd >= 0:
-                release(held.owner_fd)
+            held.release_owner()
 
 
 def _wanted(name: str, shape: Shape, *, temporary: bool = False) -> VmRecord:
@@ -124,6 +123,11 @@ def _wanted(name: str, shape: Shape, *, temporary: bool = False) -> VmRecord:
         created_ns=time.time_ns(),
         temporary=temporary,
     )
+
+
+def _among(vms: Vms, image: str, name: str | None) -> Iterator[str] | None:
+    """The names that it may have when none was given."""
+    return names.free_of_snapshots(vms.config, _base(image)) if name is None else None
 
 
 def _base(image: str) -> str:

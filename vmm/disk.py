@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from imaged.blockformat import IMAGE_LIMIT_BYTES
-from imaged.chunks import ChunkBatchWriter, ChunkReader
+from imaged.chunks import ChunkBatchWriter
 from imaged.derive import CELL_BYTES, Change, derive
 from imaged.errors import FormatError
 from imaged.ids import BLOCK_BYTES, ChunkId
+from imaged.parentleaves import ParentLeaves
 from vmm import qcow2
 from vmm.captured import Captured
 from vmm.errors import VmSetupError
@@ -52,12 +53,12 @@ def capture_disk(
     parent: ChunkId | None,
     size_bytes: int,
     *,
-    reader: ChunkReader | None = None,
+    before: ParentLeaves | None = None,
 ) -> Captured:
     """What the qcow2 file has over its backing file, which shows `parent` (None: no backing file), as a disk image.
 
-    The guest is stopped and its writes are in the file (`Qemu.flush_disk`). Nothing is durable before `store.flush`.
-    FormatError when the file is not one of ours, or not of this size.
+    The guest is stopped and its writes are in the file (`Qemu.flush_disk`). `before` as of `capture_memory`. Nothing is
+    durable before `store.flush`. FormatError when the file is not one of ours, or not of this size.
     """
     with open(path, "rb") as stream:
         disk = qcow2.Qcow2.read(stream)
@@ -66,12 +67,12 @@ def capture_disk(
             found = f"{disk.size_bytes} bytes, backing file {os.fsdecode(disk.backing)!r}"
             raise FormatError(f"disk {path}", expected=expected, found=found)
         parts = list(disk.parts(stream))
-        with ParentFile.open(Path(os.fsdecode(disk.backing)) if disk.backing else None) as before:
-            image = derive(store, parent, size_bytes, _changes(stream, parts, before), reader=reader)
+        with ParentFile.open(Path(os.fsdecode(disk.backing)) if disk.backing else None) as backing:
+            image = derive(store, parent, size_bytes, _changes(stream, parts, backing), before=before)
     return Captured(id=image, dirty_bytes=sum(part.length_bytes for part in parts))
 
 
-def _changes(file: BinaryIO, parts: Iterable[qcow2.Part], before: ParentFile) -> Iterator[Change]:
+def _changes(file: BinaryIO, parts: Iterable[qcow2.Part], backing: ParentFile) -> Iterator[Change]:
     """What the parts are, data in pieces, without what is known to have been there before."""
     for part in parts:
         if part.file_offset is None:
@@ -81,7 +82,7 @@ def _changes(file: BinaryIO, parts: Iterable[qcow2.Part], before: ParentFile) ->
             length_bytes = min(_READ_BYTES, part.length_bytes - start)
             # The file may end inside its last cluster: what follows reads as zeros.
             data = os.pread(file.fileno(), length_bytes, part.file_offset + start)
-            yield from before.different([(part.offset + start, length_bytes)], data.ljust(length_bytes, b"\0"))
+            yield from backing.different([(part.offset + start, length_bytes)], data.ljust(length_bytes, b"\0"))
 
 
 def _run(command: Sequence[str]) -> None:

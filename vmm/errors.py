@@ -21,6 +21,8 @@ VmError                     a virtual machine, or something about one
 
 from __future__ import annotations
 
+import errno
+
 from imaged.errors import PvisorError
 
 TIMED_OUT, SETUP_FAILED, NOT_EXECUTABLE, NOT_FOUND = 124, 125, 126, 127
@@ -35,7 +37,10 @@ class VmSetupError(VmError):
 
 
 class VmNotFoundError(VmSetupError):
-    """No VM has this name."""
+    """No VM has this name; `when` is added to that."""
+
+    def __init__(self, name: str, when: str = "") -> None:
+        super().__init__(f"no VM {name!r}{when}", hint="`pvisor vm ls` lists them")
 
 
 class VmExistsError(VmSetupError):
@@ -118,3 +123,10 @@ class VmArgumentError(VmError, ValueError):
     """What a program or a command line asked for makes no sense."""
 
     exit_code = 2
+
+
+def space_hint(error: OSError) -> str:
+    """What to do about a file that could not be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free space on the file system of PVISOR_HOME: `pvisor snapshot rm`, `pvisor store gc`, `pvisor vm rm`"
+    return "set PVISOR_HOME to a directory you can write"

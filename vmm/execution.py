@@ -100,13 +100,21 @@ def _tell_of_memory(record: VmRecord, killed: str) -> None:
     import logging  # not on the way of other commands
 
     text = "VM %s: its kernel ended %s for lack of memory: it has %d MiB, which also hold what it writes without --disk"
-    logging.getLogger(__name__).warning(text, record.name, killed, record.memory_bytes >> 20)
+    # As an error, for nothing else tells of it.
+    logging.getLogger(__name__).error(text, record.name, killed, record.memory_bytes >> 20)
 
 
 def processes(vms: Vms, name: str) -> tuple[GuestProcess, ...]:
-    """What commands run in a VM, and what they have started. VmStateError when it does not run; AgentError."""
+    """What commands run in a VM, and what they have started; that there are more of them is logged. VmStateError when
+    it does not run; AgentError."""
     with _speaking(vms, name) as agent:
-        return agent.processes(timeout_s=_ANSWER_S)
+        found, left = agent.processes(timeout_s=_ANSWER_S)
+    if left:
+        import logging
+
+        text = "VM %s: not all of its processes are listed: %s"
+        logging.getLogger(__name__).error(text, name, "; ".join(left))
+    return found
 
 
 def kill(vms: Vms, name: str, pids: Sequence[int], signal: int) -> None:

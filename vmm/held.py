@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,8 +11,11 @@ from typing import Any
 
 from imaged.errors import FormatError
 from vmm import record
-from vmm.errors import VmFullError, VmSetupError
+from vmm.errors import VmFullError, VmSetupError, space_hint
 from vmm.record import State, VmRecord
+from vmm.vmlock import release
+
+_TRIES = 100
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,10 +80,16 @@ class Held:
         try:
             record.take_prepared(self.path)
             self.record = record.load(self.path)
-        except FormatError:  # the host went down before it was durable
+        except (FormatError, FileNotFoundError):  # the host went down before it was durable
             self.save(state=State.RUNNING, park=None)
         except OSError as error:
             raise VmSetupError(f"VM {self.name!r}: vm.json: {error}", hint="see the disk of PVISOR_HOME") from error
+
+    def release_owner(self) -> None:
+        """It belongs to this command no longer, if it did."""
+        if self.owner_fd >= 0:
+            release(self.owner_fd)
+            self.owner_fd = -1
 
     def make_run(self) -> None:
         """An empty directory for what runs. VmSetupError."""
@@ -95,29 +102,31 @@ class Held:
 
     def clear_run(self) -> None:
         """Nothing of it runs any more. VmSetupError."""
-        if self.run.exists():
-            import shutil  # an eighth of the imports of a resume, for what it rarely does
+        with disk_faults(f"VM {self.name!r}: {self.run}"):
+            remove_run(self.run)
 
-            with disk_faults(f"VM {self.name!r}: {self.run}"):
-                shutil.rmtree(self.run)
+
+def remove_run(run: Path) -> None:
+    """Take away a directory of what ran. OSError.
+
+    Commands that need no lock (`vm ls`, `vm exec`) write there how QEMU ended, and which ports are taken: as often as
+    they do it meanwhile, it is done again.
+    """
+    for left in reversed(range(_TRIES)):
+        if not run.exists():
+            return
+        import shutil  # an eighth of the imports of a resume, for what it rarely does
+
+        try:
+            shutil.rmtree(run)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT) or not left:
+                raise
 
 
 def console_log(path: Path) -> Path:
     """Of the VM in this directory."""
     return path / "console.log"
-
-
-def release(lock_fd: int) -> None:
-    """Unlocked, not only closed: a child that another thread is just forking has the descriptor too, for a moment."""
-    fcntl.flock(lock_fd, fcntl.LOCK_UN)
-    os.close(lock_fd)
-
-
-def space_hint(error: OSError) -> str:
-    """What to do about a file that could not be written."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "free space on the file system of PVISOR_HOME: `pvisor snapshot rm`, `pvisor store gc`, `pvisor vm rm`"
-    return "set PVISOR_HOME to a directory you can write"
 
 
 @contextmanager

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from imaged.chunks import ChunkBatchWriter, ChunkReader
+from imaged.chunks import ChunkBatchWriter
 from imaged.derive import derive
 from imaged.ids import ChunkId
+from imaged.parentleaves import ParentLeaves
 from vmm.captured import Captured
 from vmm.errors import VmSetupError, VmStateError
 from vmm.gather import PIECES_LIMIT, gather
@@ -30,19 +31,27 @@ def capture_memory(
     parent: ChunkId | None,
     size_bytes: int,
     *,
-    reader: ChunkReader | None = None,
+    before: ParentLeaves | None = None,
 ) -> Captured:
     """The memory of the stopped guest of process `pid`, which maps the file `memory_path` privately.
 
-    `parent` is the image that the file shows, None when it is empty. `reader` gives the parent's chunks where they may
-    have to be fetched; else the store does. Nothing is durable before `store.flush`.
+    `parent` is the image that the file shows, None when it is empty. `before` gives its leaves where they may have to
+    be fetched, or are read ahead; else the store does. Nothing is durable before `store.flush`.
     VmStateError when the process is gone or does not map the file.
     """
     ranges = private_ranges(pid, memory_path, size_bytes)
-    with ParentFile.open(memory_path if parent is not None else None) as before:
-        changes = (change for some, data in _read(pid, ranges) for change in before.different(some, data))
-        image = derive(store, parent, size_bytes, changes, reader=reader)
+    with ParentFile.open(memory_path if parent is not None else None) as file:
+        changes = (change for some, data in _read(pid, ranges) for change in file.different(some, data))
+        image = derive(store, parent, size_bytes, changes, before=before)
     return Captured(id=image, dirty_bytes=sum(one.length_bytes for one in ranges))
+
+
+def read_ahead(pid: int, memory_path: Path, size_bytes: int, before: ParentLeaves) -> None:
+    """The leaves that the guest has changed something of until now: it runs still. Errors as of `capture_memory`, which
+    then meets them too; ChunkError."""
+    step = before.root.leaf_bytes
+    for one in private_ranges(pid, memory_path, size_bytes):
+        before.read(range(one.offset - one.offset % step, one.offset + one.length_bytes, step))
 
 
 def _read(pid: int, ranges: Iterable[Range]) -> Iterator[tuple[list[tuple[int, int]], bytearray]]:

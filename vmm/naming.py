@@ -7,7 +7,8 @@ from imaged.errors import FormatError
 from imaged.ids import ChunkId
 from vmm.errors import VmExistsError
 from vmm.held import Held
-from vmm.vms import Vms, numbered_names
+from vmm.names import numbered
+from vmm.vms import Vms
 
 
 class Naming:
@@ -25,7 +26,7 @@ class Naming:
         if self._given is not None:
             if not self._is_free(self._given):
                 raise VmExistsError(
-                    f"there is a snapshot {self._given!r} already, which is not the last park of VM {held.name!r}",
+                    f"there is a snapshot {self._given!r} already, which VM {held.name!r} may not replace",
                     hint="give another name with --as, or `pvisor snapshot rm` that one",
                 )
             return self._given
@@ -35,7 +36,7 @@ class Naming:
         if self._is_free(held.name):
             return held.name
         # That of another VM would be that VM's to choose.
-        return next(name for name in numbered_names(held.name) if self._is_free(name) and not self._vms.exists(name))
+        return next(name for name in numbered(held.name) if self._is_free(name) and not self._vms.exists(name))
 
     def replaceable(self, name: str) -> ChunkId | None:
         """The snapshot that may lose this name to the new one: the VM's own last park."""

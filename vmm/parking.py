@@ -10,36 +10,27 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from fuse import vmlease
 from imaged import snapshots
-from imaged.blockbuilder import write_blob
-from imaged.chunks import ChunkReader
 from imaged.chunkstore.store import ChunkStore
 from imaged.errors import NameTakenError, PvisorError
-from imaged.frame import ZSTD_LEVEL
 from imaged.ids import ChunkId
 from imaged.names import snapshot_name
 from imaged.progress import NoProgress, Progress
-from imaged.snapshot import Machine, SnapshotRecord
-from imaged.snapshots import Snapshot
-from imaged.transfer.acquire import snapshot_reader
+from imaged.snapshot import SnapshotRecord
 from vmm import recovery
-from vmm.disk import capture_disk
+from vmm.capture import Parent, save_state, write_down
 from vmm.errors import VmError, VmStateError
-from vmm.held import Held, disk_faults
+from vmm.held import Held
 from vmm.identity import hold_still, set_clock
-from vmm.memory import capture_memory
 from vmm.naming import Naming
 from vmm.qemu import Qemu
 from vmm.record import Park, State
 from vmm.vms import Vms
-
-_STATE_CHUNK_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +56,7 @@ def park(vms: Vms, name: str, *, snapshot: str | None = None, progress: Progress
     progress = progress or NoProgress()
     if snapshot is not None:
         snapshot_name(snapshot)
-    with vms.hold(name) as held:
+    with vms.hold(name) as held, _left_in_order(vms, held):
         _require_running(vms, held)
         with _store(vms) as store, store.lease(f"parking VM {name}"):
             naming = Naming(vms, store, held, snapshot)
@@ -84,12 +75,25 @@ def frozen(vms: Vms, name: str, *, progress: Progress | None = None) -> Iterator
     """A running VM written down for its forks, without a name; it goes on before the block begins, and no collection
     removes the snapshot before it ends."""
     with _store(vms) as store, store.lease(f"forking VM {name}") as lease:
-        with vms.hold(name) as held:
+        with vms.hold(name) as held, _left_in_order(vms, held):
             _require_running(vms, held)
             taken = _capture(vms, store, held, State.FORKING, None, progress or NoProgress())
             lease.keep(ChunkId.parse(taken.snapshot))
             recovery.undo_park(held)  # it goes on
         yield taken
+
+
+@contextmanager
+def _left_in_order(vms: Vms, held: Held) -> Iterator[None]:
+    """An interrupt may come at any point of the block: what is then half done is finished, or undone, at once, and not
+    by the next command, for until then the guest would stand still."""
+    try:
+        yield
+    except BaseException:
+        if held.record.state in (State.PARKING, State.FORKING):
+            with suppress(PvisorError):  # the next command tries again
+                recovery.settle(vms, held)
+        raise
 
 
 def _store(vms: Vms) -> ChunkStore:
@@ -118,11 +122,14 @@ def _capture(
         held.begin(state=state, park=park)
         began = time.monotonic()
         try:
-            with _meanwhile(held.sync):  # the intent is durable before the name is
-                if _has_its_daemon(vms, held):
-                    hold_still(held.run, held.name)
-                qemu.stop()
-                made = _write_down(store, held, qemu, machine, park, progress)
+            # The intent is durable before the name is.
+            with _meanwhile(held.sync), Parent(store, held) as parent:
+                with _meanwhile(lambda: parent.open(qemu.pid)):
+                    if _has_its_daemon(vms, held):
+                        hold_still(held.run, held.name)
+                    qemu.stop()
+                    devices = save_state(store, held, qemu)
+                made = write_down(store, held, qemu, parent, devices, machine, park, progress)
             snapshot, dirty_bytes = str(_publish(store, held, naming, park, made)), made.dirty_bytes
         except BaseException as error:
             published = _published(store, held, error)
@@ -152,11 +159,12 @@ def _meanwhile(work: Callable[[], None]) -> Iterator[None]:
             errors.append(error)
 
     thread = threading.Thread(target=run, name="meanwhile", daemon=True)
-    thread.start()
     try:
+        thread.start()
         yield
     finally:
-        thread.join()
+        with suppress(RuntimeError):  # an interrupt came before it was started
+            thread.join()
     if errors:
         raise errors[0]
 
@@ -221,82 +229,3 @@ def _go_on(held: Held, qemu: Qemu, error: BaseException) -> None:
                 held.undo()
     if isinstance(error, PvisorError):
         error.hint = f"{outcome}; {error.hint}" if error.hint else outcome
-
-
-def _write_down(
-    store: ChunkStore, held: Held, qemu: Qemu, machine: Machine, park: Park, progress: Progress
-) -> SnapshotRecord:
-    """Everything of the stopped guest into the store, and the record that names it."""
-    record = held.record
-    parent = None
-    if record.snapshot:
-        parent = SnapshotRecord.parse(store.get(ChunkId.parse(record.snapshot)))
-    if record.disk_bytes:
-        qemu.flush_disk()
-    state_path = held.run / "state"
-    try:
-        with disk_faults(f"device state of VM {held.name!r}"):
-            qemu.save_state(state_path)
-            state = write_blob(store, state_path.read_bytes(), _STATE_CHUNK_BYTES)
-    finally:
-        state_path.unlink(missing_ok=True)
-    progress.start(f"writing down {held.name}", None)
-    told = _Telling(store, progress)
-    with ExitStack() as stack:
-        reader: ChunkReader = store
-        if parent is not None:  # what is not here of it is at the servers that it was pulled from
-            known = Snapshot(name=None, id=parent.id, record=parent, ref=None)
-            reader = stack.enter_context(snapshot_reader(store, known))
-        memory = capture_memory(
-            told,
-            qemu.pid,
-            _memory_path(held, parent),
-            parent.memory if parent is not None else None,
-            record.memory_bytes,
-            reader=reader,
-        )
-        disk = None
-        if record.disk_bytes:
-            disk = capture_disk(
-                told, held.disk, parent.disk if parent is not None else None, record.disk_bytes, reader=reader
-            )
-    return SnapshotRecord(
-        image=ChunkId.parse(record.image),
-        memory=memory.id,
-        disk=disk.id if disk is not None else None,
-        disk_bytes=record.disk_bytes,
-        state=state,
-        machine=machine,
-        parent=ChunkId.parse(record.snapshot) if record.snapshot else None,
-        created_ns=park.created_ns,
-        vm=held.name,
-        dirty_bytes=memory.dirty_bytes + (disk.dirty_bytes if disk is not None else 0),
-    )
-
-
-def _memory_path(held: Held, parent: SnapshotRecord | None) -> Path:
-    """The file that its QEMU maps."""
-    return held.memory if parent is None else held.blocks / str(parent.memory)
-
-
-class _Telling:
-    """A store that tells how many bytes were put into it. Threads may share it as they may the store."""
-
-    def __init__(self, store: ChunkStore, progress: Progress) -> None:
-        self._store, self._progress = store, progress
-        self._lock = threading.Lock()
-        self.get, self.frames, self.flush = store.get, store.frames, store.flush
-
-    def put(self, data: bytes, *, level: int = ZSTD_LEVEL) -> ChunkId:
-        chunk = self._store.put(data, level=level)
-        self._advance(len(data))
-        return chunk
-
-    def put_all(self, pieces: Sequence[bytes]) -> list[ChunkId]:
-        chunks = self._store.put_all(pieces)
-        self._advance(sum(map(len, pieces)))
-        return chunks
-
-    def _advance(self, size_bytes: int) -> None:
-        with self._lock:
-            self._progress.advance(size_bytes)

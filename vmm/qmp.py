@@ -54,11 +54,21 @@ class Monitor:
     def execute(self, command: str, arguments: dict[str, Any] | None = None, *, timeout_s: float) -> Any:
         """Run one command and return its answer. QemuError with QEMU's own words when it refuses.
 
-        After a QemuTimeoutError the connection is closed: what was asked may still happen.
+        After any other exception, be it that the caller was interrupted, the connection is closed: what was asked may
+        still happen, and its answer would be taken for that of the next command.
         """
-        deadline = time.monotonic() + timeout_s
+        try:
+            answer = self._ask(command, arguments or {}, time.monotonic() + timeout_s)
+        except BaseException:
+            self._socket.close()
+            raise
+        if "error" in answer:
+            raise QemuError(f"QEMU refused {command}: {answer['error'].get('desc', answer['error'])}")
+        return answer["return"]
+
+    def _ask(self, command: str, arguments: dict[str, Any], deadline: float) -> dict[str, Any]:
         self._sequence += 1
-        message = {"execute": command, "arguments": arguments or {}, "id": self._sequence}
+        message = {"execute": command, "arguments": arguments, "id": self._sequence}
         self._send(json.dumps(message).encode() + b"\n", deadline, command)
         while True:
             answer = self._receive(deadline, f"an answer to {command}")
@@ -66,10 +76,8 @@ class Monitor:
                 self._events.append(answer)
             elif answer.get("id") != self._sequence:
                 raise QemuError(f"QEMU answered {answer!r} to {command}, which is not what was asked")
-            elif "error" in answer:
-                raise QemuError(f"QEMU refused {command}: {answer['error'].get('desc', answer['error'])}")
             else:
-                return answer["return"]
+                return answer
 
     def event(self, name: str, *, timeout_s: float) -> dict[str, Any]:
         """The data of the next event of this name, of those that came since the connection was made."""

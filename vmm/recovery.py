@@ -15,10 +15,11 @@ from imaged.config import Config
 from imaged.errors import ChunkError, FormatError, PvisorError
 from vmm import process
 from vmm.errors import VmNotFoundError, VmStateError
-from vmm.held import Held, disk_faults, release
+from vmm.held import Held, disk_faults
 from vmm.process import Process
 from vmm.record import Park, State, VmRecord
-from vmm.vms import Vms, is_owned
+from vmm.vmlock import is_owned, release
+from vmm.vms import Vms
 
 if TYPE_CHECKING:
     from imaged.chunkstore.store import ChunkStore

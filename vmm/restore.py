@@ -9,16 +9,15 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from fuse import node, vmlease
 from fuse.opened import OpenSnapshot
 from fuse.warm import warm
 from imaged.progress import NoProgress, Progress
-from vmm import facts, identity, recovery
+from vmm import facts, identity, names, recovery
 from vmm.blocks import daemon_gone, require_device
 from vmm.capacity import check_count
 from vmm.errors import VmArgumentError, VmError
@@ -28,11 +27,8 @@ from vmm.process import alive
 from vmm.qemu import Qemu
 from vmm.record import State, VmRecord
 from vmm.source import base_name, open_snapshot
-from vmm.vms import NAME, Vms
+from vmm.vms import Vms
 from vmm.workload import taken
-
-if TYPE_CHECKING:
-    pass
 
 _AGENT_S = 120.0
 _AT_ONCE = 2 * (os.cpu_count() or 1) + 2
@@ -60,7 +56,7 @@ def resume(
     progress = progress or NoProgress()
     _check(text, network)
     recovery.sweep(vms)
-    if name in (None, text) and NAME.fullmatch(text) and vms.exists(text):
+    if name in (None, text) and names.NAME.fullmatch(text) and vms.exists(text):
         with vms.hold(text) as held:
             if held.record.state != State.PARKED:
                 from vmm.survey import refusal
@@ -73,13 +69,12 @@ def resume(
                 recovery.undo_resume(held)
                 raise
             return held.record
-    snapshot = snapshot_of(vms, text)
-    if network is None and snapshot != text:
-        network = _own(vms.get(text))
+    snapshot, network = _source(vms, text, network)
     if name is not None:
-        return _make(vms, snapshot, [(name, False)], server, progress, network)[0]
+        return _make(vms, snapshot, [name], None, server, progress, network)[0]
     base = base_name(vms, text, server, progress)
-    return _make(vms, snapshot, [(base, vms.path(base).exists())], server, progress, network)[0]
+    among = names.free_of_snapshots(vms.config, base) if vms.path(base).exists() else None
+    return _make(vms, snapshot, [base], among, server, progress, network)[0]
 
 
 def fork(
@@ -93,23 +88,25 @@ def fork(
 ) -> list[VmRecord]:
     """New VMs from a running VM, which goes on, from a parked one or from a snapshot: all of them, or none.
 
-    They are called NAME-1, NAME-2 and so on. `network` and errors as of `resume`.
+    They are called NAME-1, NAME-2 and so on, by what is free of VMs and of snapshots. `network` and errors as of
+    `resume`.
     """
     progress = progress or NoProgress()
     _check(text, network)
     check_count(count)
     recovery.sweep(vms)
-    if _is_vm(vms, text) and vms.get(text).state != State.PARKED:
+    running = vms.get(text) if _is_vm(vms, text) else None
+    if running is not None and running.state != State.PARKED:
         from vmm.parking import frozen
 
+        among = names.free_of_snapshots(vms.config, text)
         with frozen(vms, text, progress=progress) as taken_down:
-            network = network or _own(vms.get(text))
-            return _make(vms, taken_down.snapshot, [(text, True)] * count, server, progress, network)
-    names = [(base_name(vms, text, server, progress), True)] * count
-    snapshot = snapshot_of(vms, text)
-    if network is None and snapshot != text:
-        network = _own(vms.get(text))
-    return _make(vms, snapshot, names, server, progress, network)
+            network = network or _own(running)
+            return _make(vms, taken_down.snapshot, [text] * count, among, server, progress, network)
+    base = base_name(vms, text, server, progress)
+    snapshot, network = _source(vms, text, network)
+    among = names.free_of_snapshots(vms.config, base)
+    return _make(vms, snapshot, [base] * count, among, server, progress, network)
 
 
 def _check(text: object, network: object) -> None:
@@ -139,18 +136,19 @@ def _network(opened: OpenSnapshot, asked: str | None) -> str:
     return "user" if asked == "user" else "restricted"
 
 
-def snapshot_of(vms: Vms, text: str) -> str:
-    """The snapshot of a parked VM by its id, so that another one of its name is not meant; else the text itself."""
+def _source(vms: Vms, text: str, network: str | None) -> tuple[str, str | None]:
+    """The snapshot that the text means, and the network asked for. Of a parked VM that is its snapshot by its id, so
+    that another one of its name is not meant, and the VM's own network when none was asked for."""
     if _is_vm(vms, text):
         record = vms.get(text)
         if record.state == State.PARKED:
-            return record.snapshot
-    return text
+            return record.snapshot, network or _own(record)
+    return text, network
 
 
 def _is_vm(vms: Vms, text: str) -> bool:
     """Whether the text is a VM, which is put in order when the last command was cut off. VmBusyError."""
-    if not NAME.fullmatch(text) or not vms.exists(text):
+    if not names.NAME.fullmatch(text) or not vms.exists(text):
         return False
     if not recovery.is_settled(vms, vms.get(text)):
         with vms.hold_as_it_is(text) as held:
@@ -161,17 +159,15 @@ def _is_vm(vms: Vms, text: str) -> bool:
 def _make(
     vms: Vms,
     snapshot: str,
-    names: Sequence[tuple[str, bool]],
+    called: Sequence[str],
+    among: Iterator[str] | None,
     server: str | None,
     progress: Progress,
     network: str | None,
 ) -> list[VmRecord]:
-    """New VMs, with whether each name gets a number."""
+    """New VMs, called so, or by the next of the names `among` that are free."""
     with ExitStack() as stack:
-        helds: list[Held] = []
-        for name, numbered in names:  # several are numbers of one name
-            after = helds[-1].name if helds else ""
-            helds.append(stack.enter_context(vms.make(_wanted(name), numbered=numbered, after=after)))
+        helds = [stack.enter_context(vms.make(_wanted(name), among=among)) for name in called]
         _restore(vms, helds, snapshot, server, progress, network)
         return [held.record for held in helds]
 
@@ -238,7 +234,6 @@ def _start(vms: Vms, held: Held, opened: OpenSnapshot, lease: int, device: int, 
         memory_bytes=machine.memory_bytes,
         cpus=machine.cpus,
         disk_bytes=record.disk_bytes,
-        network=machine.network,
         snapshot=opened.id,
         snapshot_name=opened.name,
         device=device,
@@ -279,7 +274,7 @@ def _start(vms: Vms, held: Held, opened: OpenSnapshot, lease: int, device: int, 
             require_device(vms.config)  # it may have died of a daemon that is gone,
             node.check_snapshot(vms.config, opened.id)  # or of memory that can not be read: that chunk is named then
         raise
-    held.save(state=State.RUNNING)
+    held.save(state=State.RUNNING, network=machine.network)  # not before: a parked VM that is not resumed keeps its own
 
 
 def _warm(opened: OpenSnapshot) -> None:

@@ -12,7 +12,8 @@ from fuse.opened import OpenSnapshot
 from imaged.config import Config
 from imaged.errors import ChunkError, FormatError, NotFoundError, UpstreamError
 from imaged.progress import Progress
-from vmm.vms import NAME, Vms
+from vmm.names import NAME
+from vmm.vms import Vms
 
 if TYPE_CHECKING:
     from imaged.snapshots import Snapshot

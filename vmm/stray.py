@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LIVE_NAME = "qemu.live"
-_OPTION = b"-pidfile"
+_PROCESSES = Path("/proc")
+_OPTION = b"\0-pidfile\0"
 
 
 def find(run_dir: Path) -> int | None:
@@ -28,14 +29,13 @@ def running_in(root: Path) -> dict[str, int]:
 
 def _running() -> Iterator[tuple[Path, int]]:
     """Of those that have ended and wait for their parent, the command line is empty."""
-    for process in Path("/proc").iterdir():
+    for process in _PROCESSES.iterdir():
         if not process.name.isdecimal():
             continue
         try:
-            words = (process / "cmdline").read_bytes().split(b"\0")
+            line = (process / "cmdline").read_bytes()
         except OSError:  # it is gone
             continue
-        if _OPTION in words:
-            path = Path(os.fsdecode(words[words.index(_OPTION) + 1]))
-            if path.name == LIVE_NAME:
-                yield path.parent, int(process.name)
+        path = Path(os.fsdecode(line.partition(_OPTION)[2].partition(b"\0")[0]))
+        if path.name == LIVE_NAME:
+            yield path.parent, int(process.name)

@@ -12,11 +12,12 @@ from imaged.errors import ChunkError, FormatError, PvisorError
 from vmm import process
 from vmm.blocks import current_device
 from vmm.console import panic, trim
-from vmm.errors import QemuError, VmError, VmNotFoundError, VmSetupError, VmStateError
-from vmm.held import console_log, release
+from vmm.errors import QemuError, VmArgumentError, VmError, VmNotFoundError, VmSetupError, VmStateError
+from vmm.held import console_log
 from vmm.qemu import Qemu
 from vmm.record import State, VmRecord
 from vmm.recovery import is_settled, settle
+from vmm.vmlock import release
 from vmm.vms import Vms
 
 _AT_ONCE = 32
@@ -61,16 +62,16 @@ def survey(vms: Vms) -> list[VmStatus]:
 
 
 def status(vms: Vms, name: str) -> VmStatus:
-    """VmNotFoundError."""
+    """VmNotFoundError, VmArgumentError."""
     try:
         record = vms.get(name)
-    except VmSetupError:
+    except (VmSetupError, VmArgumentError):
         raise
     except VmError:
         return _damaged(vms, name)
     found = _look(vms, record, current_device(vms.config))
     if found is None:
-        raise VmNotFoundError(f"no VM {name!r} any more", hint="`pvisor vm ls` lists them")
+        raise VmNotFoundError(name, " any more")
     return found
 
 
@@ -149,7 +150,17 @@ def _look(vms: Vms, record: VmRecord, device: int) -> VmStatus | None:
             return VmStatus(record=record, state=record.state, detail=error.message)
     if record.state != State.RUNNING:
         return VmStatus(record=record, state=record.state)
-    return _look_at_running(vms, record, device)
+    found = _look_at_running(vms, record, device)
+    if found.state == ENDED:  # a command that is done by now may have ended it
+        try:
+            now = vms.get(record.name)
+        except VmNotFoundError:
+            return None
+        except VmError:
+            return found
+        if now != record:
+            return _look(vms, now, device)
+    return found
 
 
 def _look_at_running(vms: Vms, record: VmRecord, device: int) -> VmStatus:

@@ -13,30 +13,23 @@ puts it in order first (`vmm.recovery`). A directory without a record is no VM y
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fuse import vmlease
 from imaged.config import Config
 from imaged.errors import FormatError
-from imaged.flock import is_held
-from imaged.names import VM_NAME
-from vmm import record, stray
-from vmm.errors import VmArgumentError, VmBusyError, VmError, VmExistsError, VmNotFoundError, VmSetupError
-from vmm.held import Held, disk_faults, release, space_hint
+from vmm import names, record, stray, vmlock
+from vmm.errors import VmBusyError, VmError, VmExistsError, VmNotFoundError, VmSetupError, space_hint
+from vmm.held import Held, disk_faults, remove_run
+from vmm.names import NAME
 from vmm.record import State, VmRecord
+from vmm.vmlock import release, try_lock
 
-if TYPE_CHECKING:
-    pass
-
-NAME = VM_NAME
-_LONGEST_NAME = 63
 _WAIT_S = 2.0
 """Long enough for a command that only looks whether a VM needs putting in order."""
 _POLL_S = 0.01
@@ -56,8 +49,8 @@ class Vms:
     def found(self) -> Iterator[tuple[str, VmRecord | None]]:
         """Every VM by name, with None for one whose vm.json does not say what it is, or is gone while it runs."""
         running = stray.running_in(self.config.run / "vms")
-        names = {path.name for path in self.root.iterdir()} if self.root.is_dir() else set()
-        for name in sorted(names | running.keys()):
+        there = {path.name for path in self.root.iterdir()} if self.root.is_dir() else set()
+        for name in sorted(there | running.keys()):
             if not NAME.fullmatch(name):
                 continue
             try:
@@ -72,10 +65,10 @@ class Vms:
         """The names of VMs that belong to a command, or did when it was there. Reads no record."""
         try:
             with os.scandir(self.root) as found:
-                names = [entry.name for entry in found if NAME.fullmatch(entry.name)]
+                there = [entry.name for entry in found if NAME.fullmatch(entry.name)]
         except FileNotFoundError:
             return
-        yield from (name for name in names if (self.root / name / "owner").exists())
+        yield from (name for name in there if vmlock.has_owner(self.root / name))
 
     def get(self, name: str) -> VmRecord:
         """As it is written down. VmNotFoundError, VmError when vm.json is damaged."""
@@ -86,7 +79,7 @@ class Vms:
             if stray.find(self.run(name)) is not None:
                 hint = f"`pvisor vm rm {name}` ends it"
                 raise VmError(f"VM {name!r} is damaged: it runs, and its vm.json is gone", hint=hint) from error
-            raise VmNotFoundError(f"no VM {name!r}", hint="`pvisor vm ls` lists them") from error
+            raise VmNotFoundError(name) from error
         except (OSError, FormatError) as error:
             raise VmError(
                 f"VM {name!r} is damaged: {error}", hint=f"`pvisor vm rm {name}` removes what is left of it"
@@ -97,28 +90,24 @@ class Vms:
 
     def path(self, name: str) -> Path:
         """VmArgumentError when that is no name."""
-        if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise VmArgumentError(
-                f"{name!r} is not a VM name", hint="use up to 63 letters, digits, '_', '.', '-', not '.' or '-' first"
-            )
-        return self.root / name
+        return self.root / names.checked(name)
 
     def run(self, name: str) -> Path:
         return self.config.run / "vms" / name
 
     @contextmanager
-    def make(self, wanted: VmRecord, *, numbered: bool, after: str = "") -> Iterator[Held]:
-        """A new VM, held. `numbered` makes its name the next free one of NAME-1, NAME-2, or after `after`, the last of
-        these that is known to be taken. VmExistsError.
+    def make(self, wanted: VmRecord, *, among: Iterator[str] | None = None) -> Iterator[Held]:
+        """A new VM, held. It is called as `wanted` says, or by the next of the names `among` that no VM has.
+        VmExistsError.
 
         It is there for others from the first `Held.save` on, which comes before anything of it is started. Nothing of
         it stays when the block raises, unless something that was started has not ended: then whoever takes its lock
         next ends and removes it.
         """
-        held = self._reserve(wanted, numbered_names(wanted.name, after) if numbered else None)
+        held = self._reserve(wanted, among)
         try:
             if wanted.temporary:
-                held.owner_fd = _locked(held.path / "owner")
+                held.owner_fd = vmlock.lock_owner(held.path)
             yield held
         except BaseException:
             self._give_up(held)
@@ -133,7 +122,7 @@ class Vms:
 
         with self.hold_as_it_is(name) as held:
             if not settle(self, held):
-                raise VmNotFoundError(f"no VM {name!r} any more", hint="`pvisor vm ls` lists them")
+                raise VmNotFoundError(name, " any more")
             yield held
 
     @contextmanager
@@ -147,7 +136,7 @@ class Vms:
 
     def try_hold(self, name: str) -> Held | None:
         """Its lock if nobody has it, for who then looks at what a crash left; `release` it. VmNotFoundError."""
-        lock_fd = self._try(self.path(name))
+        lock_fd = try_lock(self.path(name))
         if lock_fd is None:
             return None
         try:
@@ -158,42 +147,41 @@ class Vms:
 
     def remove_damaged(self, name: str) -> None:
         """End a VM whose vm.json does not say what it was, and remove what is left of it. VmBusyError."""
-        import shutil
-
-        from vmm.recovery import end
-
         path = self.path(name)
         try:
-            lock_fd = self._try(path)
+            lock_fd = try_lock(path)
         except VmNotFoundError:  # not even its directory is left
-            end(self.run(name))
-            shutil.rmtree(self.run(name), ignore_errors=True)
-            vmlease.drop(self.config, name)
+            self._end_damaged(name)
             return
         if lock_fd is None:
             raise self._busy(name)
         try:
-            end(self.run(name))
-            shutil.rmtree(self.run(name), ignore_errors=True)
-            vmlease.drop(self.config, name)
+            self._end_damaged(name)
             self._remove(path)
         finally:
             release(lock_fd)
+
+    def _end_damaged(self, name: str) -> None:
+        from vmm.recovery import end
+
+        end(self.run(name))
+        with disk_faults(f"VM {name!r}: {self.run(name)}"):
+            remove_run(self.run(name))
+        vmlease.drop(self.config, name)
 
     def remove(self, held: Held) -> None:
         """All of a VM that does not run, but the snapshots; its record goes last, so that it is listed until then."""
         held.clear_run()
         vmlease.drop(self.config, held.name)
         self._remove(held.path)
-        if held.owner_fd >= 0:
-            release(held.owner_fd)
-            held.owner_fd = -1
+        held.release_owner()
 
     def _give_up(self, held: Held) -> None:
         from vmm.process import alive
 
         if alive(held.run):
-            held.save(state=State.REMOVING)
+            held.save_if_room(state=State.REMOVING)
+            held.release_owner()
         else:
             self.remove(held)
 
@@ -201,28 +189,27 @@ class Vms:
         with disk_faults(f"VM {path.name!r}: {path}"):
             _empty(path)
             (path / record.RECORD_NAME).unlink(missing_ok=True)
-            with self._exclusive():
-                (path / "lock").unlink(missing_ok=True)
-                path.rmdir()
+            with vmlock.making(self.root):
+                vmlock.remove_empty(path)
 
-    def _reserve(self, wanted: VmRecord, numbers: Iterator[str] | None) -> Held:
+    def _reserve(self, wanted: VmRecord, among: Iterator[str] | None) -> Held:
         self.path(wanted.name)
-        with self._exclusive():
-            for name in numbers or (wanted.name,):
+        with vmlock.making(self.root):
+            for name in among or (wanted.name,):
                 path = self.path(name)
                 try:
                     path.mkdir(0o700)
                 except FileExistsError as error:
                     if self._is_leftover(path):
                         break
-                    if numbers is None:
+                    if among is None:
                         hint = "give another --name, or `pvisor vm rm` that one"
                         raise VmExistsError(f"there is a VM {name!r} already", hint=hint) from error
                     continue
                 except OSError as error:
                     raise VmSetupError(f"VM {name!r}: {path}: {error.strerror}", hint=space_hint(error)) from error
                 break
-            lock_fd = self._try(path)
+            lock_fd = try_lock(path)
         if lock_fd is None:
             raise self._busy(name)
         try:
@@ -244,7 +231,7 @@ class Vms:
         if (path / record.RECORD_NAME).exists():
             return False
         try:
-            lock_fd = self._try(path)
+            lock_fd = try_lock(path)
         except VmNotFoundError:
             return False
         if lock_fd is None:
@@ -257,7 +244,7 @@ class Vms:
         if not path.is_dir():
             self.get(name)  # says why
         while True:
-            lock_fd = self._try(path)
+            lock_fd = try_lock(path)
             if lock_fd is not None:
                 break
             if time.monotonic() > deadline:
@@ -278,30 +265,12 @@ class Vms:
             lock_fd=lock_fd,
         )
 
-    def _try(self, path: Path) -> int | None:
-        """The lock of a VM's directory; None when somebody has it. VmNotFoundError when there is no directory."""
-        try:
-            fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise VmNotFoundError(f"no VM {path.name!r}", hint="`pvisor vm ls` lists them") from error
-        except OSError as error:
-            raise VmSetupError(f"VM {path.name!r}: {path}: {error.strerror}", hint=space_hint(error)) from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
-        if os.fstat(fd).st_nlink == 0:
-            os.close(fd)
-            raise VmNotFoundError(f"no VM {path.name!r} any more", hint="`pvisor vm ls` lists them")
-        return fd
-
     def _busy(self, name: str) -> VmBusyError:
         from imaged.chunkstore.storelock import holders  # imports LMDB
 
         try:
             doing = str(self.get(name).state)
-            who = ", ".join(f"process {pid}" for pid in holders((self.path(name) / "lock").stat()))
+            who = ", ".join(f"process {pid}" for pid in holders((self.path(name) / vmlock.LOCK_NAME).stat()))
         except (VmError, OSError):
             doing, who = "", ""
         at_work = f" ({doing})" if doing not in ("", State.RUNNING, State.PARKED) else ""
@@ -309,43 +278,9 @@ class Vms:
             f"VM {name!r} is being worked on by {who or 'another command'}{at_work}", hint="try again when that is done"
         )
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Held for the moment in which a directory exists whose own lock is not taken yet."""
-        try:
-            self.root.mkdir(0o700, parents=True, exist_ok=True)
-            fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise VmSetupError(f"directory of VMs {self.root}: {error.strerror}", hint=space_hint(error)) from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            release(fd)
-
-
-def is_owned(path: Path) -> bool:
-    """Whether the command that a temporary VM belongs to is still there."""
-    return is_held(path / "owner")
-
 
 def _empty(path: Path) -> None:
     """Remove a VM's files, but not its record and its lock: the disk is large, and without a record nobody sees it."""
     for child in path.iterdir():
-        if child.name not in (record.RECORD_NAME, "lock"):
+        if child.name not in (record.RECORD_NAME, vmlock.LOCK_NAME):
             child.unlink(missing_ok=True)
-
-
-def _locked(path: Path) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    return fd
-
-
-def numbered_names(base: str, after: str = "") -> Iterator[str]:
-    """NAME-1, NAME-2 and so on, or those after one of them, each short enough for a VM."""
-    number = int(after.rpartition("-")[2] or 0)
-    while True:
-        number += 1
-        tail = f"-{number}"
-        yield base[: _LONGEST_NAME - len(tail)] + tail

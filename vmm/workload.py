@@ -41,6 +41,11 @@ def taken(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: config[key] for key in TAKEN_KEYS if config.get(key)}
 
 
+def check(args: Sequence[str], options: WorkloadOptions) -> None:
+    """What can not be resolved with any image, before one is booted. VmSetupError."""
+    resolve({}, args or ("/",), options, entrypoint=False)
+
+
 def resolve(
     config: Mapping[str, Any],
     args: Sequence[str],

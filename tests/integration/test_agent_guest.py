@@ -196,6 +196,27 @@ def test_held_jobs_go_on_by_themselves(run_dir: Path) -> None:
         wait_for(lambda: count() > held)
 
 
+def test_a_job_that_starts_processes_without_end_is_within_reach(run_dir: Path) -> None:
+    with Agent.connect(run_dir, timeout_s=WAIT_S) as job, Agent.connect(run_dir, timeout_s=WAIT_S) as agent:
+        ends: list[Ended] = []
+
+        def bomb() -> None:
+            script = "sleep 1000 & b() { b | b & }; b; wait"
+            ends.append(job.execute(["sh", "-c", script], stdout=ignore, stderr=ignore, timeout_s=15))
+
+        thread = threading.Thread(target=bomb)
+        thread.start()
+        seen = 0
+        while thread.is_alive():
+            seen = max(seen, len(agent.processes(timeout_s=WAIT_S)[0]))
+        thread.join()
+        assert seen > 10
+        assert [ended.timed_out for ended in ends] == [True]
+        wait_for(lambda: not agent.processes(timeout_s=WAIT_S)[0])
+    with session(run_dir) as run:
+        assert run("cut -d' ' -f18,41 /proc/self/stat") == "20 0\n"  # an ordinary process, as any job
+
+
 def test_a_workload_that_ends_everything_does_not_end_the_agent(run_dir: Path) -> None:
     with Agent.connect(run_dir, timeout_s=WAIT_S) as agent:
         ended = agent.execute(["sh", "-c", "kill -TERM -1; echo still here"], stdout=ignore, stderr=ignore)

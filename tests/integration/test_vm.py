@@ -60,6 +60,10 @@ def test_failures_say_what_and_have_their_exit_codes(made: Host, worker: str) ->
     assert "no VM 'nobody'" in made.error("vm", "exec", "nobody", "--", "true", code=125)
     made.error("vm", "exec", worker, "--", "/no/such", code=127)
     made.error("vm", "exec", worker, "--", "/etc/passwd", code=126)
+    # The kernel is asked to: until it does so by itself a guest on a busy host may take minutes.
+    hungry = "push @all, 'x' x 1_000_000 for 1..80; open F, '>', '/proc/sysrq-trigger'; print F 'f'; close F; sleep 60"
+    said = made.run("vm", "exec", worker, "--", "perl", "-e", hungry, code=137).stderr
+    assert b"ended perl for lack of memory: it has 256 MiB" in said
     assert "0.5 s" in made.error("vm", "exec", "--timeout", "0.5", worker, "--", "sleep", "60", code=124)
     assert "already" in made.error("vm", "run", "--name", worker, IMAGE, code=125)
     assert "no image" in made.error("vm", "run", "nowhere:1", "--", "true", code=125)

@@ -56,7 +56,7 @@ def test_the_life_of_a_vm(config: Config, vm: vmm.Vm, tmp_path: Path) -> None:
         vm.exec(["/no/such"])
     assert command.value.exit_code == 127
     with pytest.raises(VmTimeoutError) as late:
-        vm.exec(["sh", "-c", "echo early; sleep 60"], timeout_s=1, capture_output=True)
+        vm.exec(["sh", "-c", "echo early; sleep 60"], timeout_s=5, capture_output=True)
     assert late.value.stdout == b"early\n"
     with pytest.raises(VmExistsError):
         vmm.start(IMAGE, name="api", config=config)

@@ -16,6 +16,8 @@ from tests.support.command import Host
 from tests.support.cutoff import cut_off
 from tests.support.node import kill_daemon
 from tests.support.vm import qemus, sh, shown, start, state, vm_host, wait_until
+from vmm.qemu import Qemu
+from vmm.record import State, load
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse, pytest.mark.qemu, pytest.mark.slow]
 
@@ -23,7 +25,7 @@ pytestmark = [pytest.mark.root, pytest.mark.fuse, pytest.mark.qemu, pytest.mark.
 MOMENTS = {
     "before the guest stops": ("vmm.qemu.Qemu.stop", False),
     "while the guest stands": ("vmm.qemu.Qemu.save_state", False),
-    "before the memory is read": ("vmm.parking.capture_memory", False),
+    "before the memory is read": ("vmm.capture.capture_memory", False),
     "before the snapshot has its name": ("imaged.snapshots.publish_over", False),
     "when the snapshot has its name": ("vmm.recovery.finish_park", True),
     "while QEMU ends": ("vmm.process.Process.wait", True),
@@ -98,7 +100,7 @@ def test_a_resume_that_is_killed_leaves_it_parked(made: Host, counting: str, mom
 
 
 def test_a_fork_that_is_killed_leaves_the_parent_only(made: Host, counting: str) -> None:
-    killed_at(made, "vmm.parking.capture_memory", "vm", "fork", counting)
+    killed_at(made, "vmm.capture.capture_memory", "vm", "fork", counting)
     assert_goes_on(made, counting)
     killed_at(made, "vmm.qemu.Qemu.cont", "vm", "fork", counting, "-n", "2")
     assert state(made, f"{counting}-1") == state(made, f"{counting}-2") == "gone"
@@ -155,7 +157,7 @@ def daemon(made: Host) -> int:
 
 
 @pytest.mark.parametrize(
-    ("verb", "moment"), [("park", "vmm.qemu.Qemu.save_state"), ("fork", "vmm.parking.capture_memory")]
+    ("verb", "moment"), [("park", "vmm.qemu.Qemu.save_state"), ("fork", "vmm.capture.capture_memory")]
 )
 def test_a_qemu_that_dies_while_its_vm_is_written_down_has_ended(
     made: Host, victim: str, verb: str, moment: str
@@ -168,6 +170,22 @@ def test_a_qemu_that_dies_while_its_vm_is_written_down_has_ended(
     assert (found["state"], "SIGKILL" in found["detail"]) == ("ended", True)
     assert [one["name"] for one in made.json("vm", "ls")] == ["counting", victim]
     assert victim not in [one["name"] for one in made.json("snapshot", "ls")]
+
+
+@pytest.mark.parametrize("verb", ["park", "fork"])
+def test_an_interrupt_while_it_is_written_down_lets_it_go_on_at_once(made: Host, victim: str, verb: str) -> None:
+    """And not when the next command comes by: it would stand still until then. No command asks here."""
+    moments = ["vmm.qemu.Qemu.save_state", "vmm.capture.capture_memory"]
+    if verb == "fork":
+        moments.append("vmm.recovery.undo_park")
+    for moment in moments:
+        done = cut_off(made, moment, "interrupt", "vm", verb, victim, late_s=0.001)
+        assert done.returncode == 130, done
+        assert done.stderr.strip() == b""
+        assert load(made.root / "home" / "vms" / victim).state == State.RUNNING
+        with Qemu.attach(made.root / "run" / "vms" / victim) as qemu:
+            assert qemu.status() == "running"
+        assert_goes_on(made, victim)
 
 
 def test_a_qemu_that_dies_when_its_vm_is_written_down_is_parked(made: Host, victim: str) -> None:
@@ -188,7 +206,7 @@ def test_a_vm_whose_park_was_killed_when_it_was_done_can_be_forked_at_once(made:
 def test_a_daemon_that_dies_while_a_vm_is_parked(made: Host, victim: str) -> None:
     """What is the VM's own is in its QEMU, the rest in the store."""
     before = count(made, victim)
-    code, told = while_killing(made, daemon(made), "vmm.parking.capture_memory", "vm", "park", victim)
+    code, told = while_killing(made, daemon(made), "vmm.capture.capture_memory", "vm", "park", victim)
     assert (code, told) == (0, "")
     assert state(made, victim) == "parked"
     made.run("vm", "resume", victim)
@@ -198,7 +216,7 @@ def test_a_daemon_that_dies_while_a_vm_is_parked(made: Host, victim: str) -> Non
 
 def test_a_daemon_that_dies_while_a_vm_is_forked(made: Host, victim: str) -> None:
     """The child stands on the next daemon, the parent on one that is gone."""
-    code, told = while_killing(made, daemon(made), "vmm.parking.capture_memory", "vm", "fork", victim)
+    code, told = while_killing(made, daemon(made), "vmm.capture.capture_memory", "vm", "fork", victim)
     assert code == 0, told
     assert state(made, victim) in ("cut off", "ended")
     assert state(made, f"{victim}-1") == "running"

@@ -96,6 +96,9 @@ def test_parks_at_once_do_not_take_each_others_names(made: Host, base: str) -> N
     assert len(said) == 3
     assert "`pvisor vm resume base-3 --name base`" in said[0]
     assert "`pvisor vm resume base-1`" in said[1]
+    # No VM hides a snapshot that somebody may want to resume.
+    assert [one["name"] for one in made.json("vm", "fork", base)] == ["base-4"]
+    made.run("vm", "rm", "base-4")
     made.run("snapshot", "rm", "base-1", "base-2", "base-3")
 
 

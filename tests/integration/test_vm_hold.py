@@ -93,7 +93,7 @@ def test_a_vm_that_is_resumed_asks_when_it_is_told_who_it_is(made: Host, asking:
     assert_goes_on(made, asking)
 
 
-@pytest.mark.parametrize("where", ["vmm.qemu.Qemu.stop", "vmm.parking.capture_memory"])
+@pytest.mark.parametrize("where", ["vmm.qemu.Qemu.stop", "vmm.capture.capture_memory"])
 def test_a_park_that_fails_lets_it_go_on(made: Host, asking: str, where: str) -> None:
     failed = cut_off(made, where, "fail", "vm", "park", asking)
     assert failed.returncode == 1, failed

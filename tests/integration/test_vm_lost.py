@@ -132,6 +132,11 @@ def test_commands_that_nobody_follows_are_listed_and_ended(made: Host, lost: str
     assert "has the process id 1" in made.error("vm", "kill", lost, "1")
     made.run("vm", "kill", lost, str(found["pid"]))
     wait_until(lambda: made.json("vm", "ps", lost) == [])
+    assert made.run("vm", "ps", lost).stderr == b""
+    sh(made, lost, """perl -e 'for (1..60) { fork or exec {"sleep"} "sleep", "603", ("0" x 300) x 3 }'""")
+    assert b"not all of its processes are listed" in made.run("vm", "ps", lost).stderr
+    sh(made, lost, "for p in /proc/[0-9]*; do ! grep -qsx sleep $p/comm || kill ${p#/proc/}; done")
+    wait_until(lambda: made.json("vm", "ps", lost) == [])
 
 
 def test_a_fork_of_a_vm_in_which_eight_commands_run_holds_them_still(made: Host, lost: str) -> None:
@@ -154,6 +159,11 @@ def test_what_can_not_be_is_refused_before_anything_is_made(made: Host) -> None:
         assert "is no time" in made.error("vm", "exec", "--timeout", timeout, "nosuch", "--", "true", code=2)
     for memory in ("64M", "100000G"):
         assert "from 96M to" in made.error("vm", "run", "--memory", memory, "debian:12", code=2)
+    for options in (("-w", "relative"), ("-e", "=value")):
+        assert made.error("vm", "run", *options, "debian:12", "--", "true", code=125)
+    for signal_name in ("0", "nosuch", "9" * 5000):
+        assert "is no signal" in made.error("vm", "kill", "-s", signal_name, "nosuch", "7", code=2)
+    assert "is not a VM name" in made.error("vm", "console", b"\xff".decode(errors="surrogateescape"), code=2)
     assert made.json("vm", "ls") == []
     assert list((made.root / "home" / "vms").iterdir()) == []
 

@@ -149,6 +149,7 @@ def test_the_console_is_attached_and_left(made: Host) -> None:
             eventually(lambda t=terminal, b=before: termios.tcgetattr(t.fd) != b)  # type: ignore[misc]
             terminal.type(text)
             expect(terminal, heard)
+            assert "another `vm console`" in made.error("vm", "console", "term")
             terminal.type(b"\x1d")
             assert terminal.wait(HANG_S) == 0
             assert termios.tcgetattr(terminal.fd) == before

@@ -244,12 +244,13 @@ def test_signals_reach_the_group_of_the_job(job: Job) -> None:
 
 def test_a_signal_does_not_wait_behind_stdin(job: Job) -> None:
     with Control() as control:
-        job(
+        ended = job(
             *("sh", "-c", "echo ready; exec sleep 1000"),
             stdin=bytes(10_000_000),
             stdout=lambda _: control.signal(signal.SIGTERM),
             control=control,
         )
+    assert ended.signal == signal.SIGTERM
 
 
 def test_a_reader_that_is_gone_ends_a_writer(job: Job) -> None:

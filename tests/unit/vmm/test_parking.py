@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +15,7 @@ from vmm.errors import QemuError
 from vmm.held import Held
 from vmm.process import Ending
 from vmm.qemu import Qemu
+from vmm.record import State
 
 
 class Stopped:
@@ -56,3 +58,25 @@ def test_that_it_can_not_be_told_whether_it_is_parked(monkeypatch: pytest.Monkey
         parking._published(cast(Any, None), held([]), QemuError("lost"))
     assert "stands still (the index can not be read)" in raised.value.hint
     assert "`pvisor vm ls`" in raised.value.hint
+
+
+def test_an_interrupt_before_the_work_beside_has_begun_is_only_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt), parking._meanwhile(lambda: None):
+        pass
+
+
+@pytest.mark.parametrize("state", list(State))
+def test_what_an_interrupt_leaves_half_done_is_settled_at_once(monkeypatch: pytest.MonkeyPatch, state: State) -> None:
+    settled: list[Held] = []
+    monkeypatch.setattr(recovery, "settle", lambda _, held: settled.append(held))
+    found = cast(Held, SimpleNamespace(record=SimpleNamespace(state=state)))
+    with pytest.raises(KeyboardInterrupt), parking._left_in_order(cast(Any, None), found):
+        raise KeyboardInterrupt
+    assert settled == ([found] if state in (State.PARKING, State.FORKING) else [])
+    with parking._left_in_order(cast(Any, None), found):
+        pass
+    assert len(settled) <= 1

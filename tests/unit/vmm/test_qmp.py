@@ -116,6 +116,22 @@ def test_an_answer_in_pieces_is_one(fake: FakeQemu) -> None:
     assert fake.connect().execute("do", timeout_s=LONG_S) == "x" * 100
 
 
+def test_an_interrupt_ends_the_connection(fake: FakeQemu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what was asked before would be answered to the next command."""
+    asked = threading.Event()
+    fake.serve(lambda request, connection: asked.set())
+    monitor = fake.connect()
+
+    def interrupted(*arguments: Any) -> None:
+        assert asked.wait(LONG_S)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Monitor, "_poll", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        monitor.execute("stop", timeout_s=LONG_S)
+    assert monitor.closed
+
+
 def test_no_answer_is_a_timeout_that_says_what_was_awaited(fake: FakeQemu) -> None:
     fake.serve(lambda request, connection: None)
     monitor = fake.connect()

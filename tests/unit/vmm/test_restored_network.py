@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vmm.errors import VmArgumentError
+from fuse import node
+from imaged.config import Config
+from tests.support.parked import MACHINE
+from tests.unit.vmm.test_vms import add
+from vmm import recovery, restore
+from vmm.errors import QemuError, VmArgumentError
+from vmm.qemu import Qemu
+from vmm.record import State
 from vmm.restore import _network
+from vmm.vms import Vms
 
 
 def opened(made_with: str, *, pulled: bool = False) -> Any:
@@ -38,3 +47,29 @@ def test_a_pulled_snapshot_does_not_decide(made_with: str, *, pulled: bool, aske
 def test_what_was_made_without_one_can_get_none() -> None:
     with pytest.raises(VmArgumentError):
         _network(opened("none"), "user")
+
+
+def test_a_parked_vm_keeps_its_own_when_it_is_not_resumed_after_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one whose command was cut off: what that had asked for is no wish of the next."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise QemuError("no room")
+
+    monkeypatch.setattr(Qemu, "start", fails)
+    monkeypatch.setattr(restore, "require_device", lambda _: 7)
+    monkeypatch.setattr(node, "check_snapshot", lambda *_: None)
+    vms = Vms(Config(home=tmp_path / "home", run=tmp_path / "run"))
+    add(vms, "web", network="user")
+    image = SimpleNamespace(id="ab" * 32, name="web", config={}, metadata_path=tmp_path, data_path=tmp_path)
+    record = SimpleNamespace(machine=MACHINE, disk_bytes=0)
+    given = {"record": record, "image": image, "id": "0" * 64, "name": "web", "disk_path": None, "state_path": tmp_path}
+    snapshot: Any = SimpleNamespace(**given, memory_path=tmp_path)
+    with vms.hold("web") as held:
+        held.save(state=State.RESUMING)
+        with pytest.raises(QemuError):
+            restore._start(vms, held, snapshot, -1, 7, "restricted")
+        assert (vms.get("web").state, vms.get("web").network) == (State.RESUMING, "user")
+        recovery.undo_resume(held)
+    assert (vms.get("web").state, vms.get("web").network) == (State.PARKED, "user")

@@ -88,3 +88,12 @@ def test_others_are_none(vms: Vms, running: Process) -> None:
     finally:
         other.kill()
         other.wait(LONG_S)
+
+
+@pytest.mark.parametrize("line", [b"sh\0-pidfile", b"sh\0-pidfile\0", b"-pidfile\0/x/qemu.live\0", b"", b"\0"])
+def test_a_command_line_may_be_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes) -> None:
+    """A process writes over its own, too."""
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "cmdline").write_bytes(line)
+    monkeypatch.setattr(stray, "_PROCESSES", tmp_path)
+    assert stray.running_in(Path("/x")) == {}

@@ -15,11 +15,11 @@ from tests.support.parked import Parked, add_snapshot, damage, lose
 from tests.unit.vmm.test_vms import add, wanted
 from vmm import recovery, removal, restore
 from vmm.errors import VmError, VmExistsError
-from vmm.held import release
 from vmm.kept import kept_images, kept_snapshots
 from vmm.naming import Naming
 from vmm.record import Park, State
 from vmm.survey import refusal, survey
+from vmm.vmlock import release
 from vmm.vms import Vms
 
 UNREADABLE = {
@@ -74,7 +74,7 @@ def snapshot(store: ChunkStore) -> Parked:
 
 @pytest.mark.parametrize("raw", UNREADABLE.values(), ids=UNREADABLE)
 def test_a_vm_that_does_not_say_what_it_is(vms: Vms, raw: bytes) -> None:
-    with vms.make(wanted("one", state=State.RUNNING, temporary=True), numbered=False) as held:
+    with vms.make(wanted("one", state=State.RUNNING, temporary=True)) as held:
         held.save()
     release(held.owner_fd)
     add(vms, "two")
@@ -85,7 +85,7 @@ def test_a_vm_that_does_not_say_what_it_is(vms: Vms, raw: bytes) -> None:
     with pytest.raises(VmError, match="'one' is damaged") as caught, vms.hold("one"):
         pass
     assert "`pvisor vm rm one`" in caught.value.hint
-    with pytest.raises(VmExistsError), vms.make(wanted("one"), numbered=False):
+    with pytest.raises(VmExistsError), vms.make(wanted("one")):
         pass
     for kept in (kept_images, kept_snapshots):
         with pytest.raises(VmError, match="'one' does not say"):
@@ -114,12 +114,12 @@ def test_a_vm_parked_as_what_can_not_be_read_is_still_listed_and_removed(
     vms: Vms, store: ChunkStore, snapshot: Parked, make: Callable[[ChunkStore, ChunkId], None]
 ) -> None:
     own = {"snapshot": str(snapshot.id), "own_park": str(snapshot.id), "own_park_name": "web", "snapshot_name": "web"}
-    with vms.make(wanted("web", state=State.PARKED, **own), numbered=False) as held:
+    with vms.make(wanted("web", state=State.PARKED, **own)) as held:
         held.save()
     make(store, snapshot.id)
     assert [status.state for status in survey(vms)] == ["parked"]
     assert "resume web" in refusal(vms, vms.get("web"), State.RUNNING).hint
-    assert restore.snapshot_of(vms, "web") == str(snapshot.id)
+    assert restore._source(vms, "web", None) == (str(snapshot.id), None)
     removed = removal.remove(vms, "web")
     assert removed.snapshot == (None if make is replace_record else "web")
     assert (store.snapshots.get("web") is None) == (removed.snapshot is not None)
@@ -127,7 +127,7 @@ def test_a_vm_parked_as_what_can_not_be_read_is_still_listed_and_removed(
 
 def test_a_name_whose_row_is_damaged_is_not_taken(vms: Vms, store: ChunkStore, snapshot: Parked) -> None:
     spoil(store, "web")
-    with vms.make(wanted("web", state=State.RUNNING), numbered=False) as held:
+    with vms.make(wanted("web", state=State.RUNNING)) as held:
         held.save()
         assert Naming(vms, store, held, None).choose() == "web-1"
         with pytest.raises(VmExistsError, match="'web'"):
@@ -142,7 +142,7 @@ def test_a_name_whose_row_is_damaged_is_not_taken(vms: Vms, store: ChunkStore, s
 def test_a_vm_replaces_its_own_park_under_the_name_that_it_has(vms: Vms, store: ChunkStore, snapshot: Parked) -> None:
     add(vms, "web-1")
     own = add_snapshot(store, "web-2", IMAGE, memory=bytes(1 << 20), seed=9)
-    with vms.make(wanted("web", state=State.RUNNING), numbered=False) as held:
+    with vms.make(wanted("web", state=State.RUNNING)) as held:
         held.save()
         naming = Naming(vms, store, held, None)
         assert naming.choose() == "web-3"  # web-1 is what the VM of that name will take
@@ -156,13 +156,13 @@ def test_a_vm_replaces_its_own_park_under_the_name_that_it_has(vms: Vms, store: 
 
 
 def test_only_vms_whose_command_is_gone_are_swept_away(vms: Vms) -> None:
-    with vms.make(wanted("left", state=State.RUNNING, temporary=True), numbered=False) as left:
+    with vms.make(wanted("left", state=State.RUNNING, temporary=True)) as left:
         left.save()
-    with vms.make(wanted("busy", state=State.RUNNING, temporary=True), numbered=False) as busy:
+    with vms.make(wanted("busy", state=State.RUNNING, temporary=True)) as busy:
         busy.save()
-    with vms.make(wanted("owned", state=State.RUNNING, temporary=True), numbered=False) as owned:
+    with vms.make(wanted("owned", state=State.RUNNING, temporary=True)) as owned:
         owned.save()
-    with vms.make(wanted("parked", state=State.PARKED, temporary=True), numbered=False) as parked:
+    with vms.make(wanted("parked", state=State.PARKED, temporary=True)) as parked:
         parked.save(temporary=False)
     add(vms, "stays")
     for held in (left, busy, parked):

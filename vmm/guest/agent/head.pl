@@ -20,6 +20,7 @@ sub SYS_setsid()         { 112 }
 sub SYS_setgroups()      { 116 }
 sub SYS_setresuid()      { 117 }
 sub SYS_setresgid()      { 119 }
+sub SYS_sched_setscheduler() { 144 }
 sub SYS_setrlimit()      { 160 }
 sub SYS_sync()           { 162 }
 sub SYS_mount()          { 165 }
@@ -66,6 +67,7 @@ sub CLOCK_REALTIME()    { 0 }
 sub CLOCK_MONOTONIC()   { 1 }
 sub CLONE_INTO_CGROUP() { 1 << 33 }
 sub SIGCHLD()           { 17 }
+sub REAL_TIME()         { 2 | 0x40000000 }    # SCHED_RR | SCHED_RESET_ON_FORK
 sub CGROUP()            { '/cgroup' }
 sub JOBS()              { '/cgroup/jobs' }
 
@@ -89,6 +91,7 @@ sub KILL_AFTER()    { 2 }        # seconds from SIGTERM to SIGKILL at a timeout
 sub GRACE()         { 0.1 }      # seconds that output of a job's remaining processes is waited for
 sub STILL_WITHIN()  { 1 }        # seconds that processes are given to stand still
 sub HOLD_AT_MOST()  { 5 }        # seconds after which held jobs go on by themselves
+sub SPARE_IDS()     { 256 }      # process ids that jobs leave to the rest of the machine
 sub PATH()          { '/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin' }
 
 my ($machine, $root, $port_count) = (0, '/', 0);

@@ -60,6 +60,7 @@ sub new_process {
         my $arguments = pack 'Q11', CLONE_INTO_CGROUP, 0, 0, 0, SIGCHLD, 0, 0, 0, 0, 0, fileno $cgroup;
         my $pid = syscall(SYS_clone3, $arguments, length $arguments);
         return $pid if $pid >= 0;
+        die "clone3: $!\n" if $! == EAGAIN;    # jobs have all process ids that they may
     }
     rmdir delete $job->{cgroup} if $job->{cgroup};    # the job is its session, then
     return fork // die "fork: $!\n";

@@ -33,6 +33,7 @@ sub main {
         my $existed = !mkdir JOBS;
         sysopen($cgroups, JOBS, O_RDONLY) && -e JOBS . '/cgroup.procs' or undef $cgroups;
         release() if $existed && $cgroups;    # what the agent before this one held
+        keep_reach() if $cgroups;
     }
     for my $number (@descriptors) {
         open my $file, '+<&=', $number or die "fd $number: $!\n";
