@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import stage
+from bench import floor
 from bench.capacity import TASK, Outcome, limited_cgroup, run_limited
 from bench.common import Podman, Samples, show, time_first_byte, write
 from bench.image import ServedImage, pvisor, pvisor_env, served_debian
@@ -49,6 +50,7 @@ for top, _, names in os.walk("/workspace"):
             file.truncate()
 """
 MEMORY_BYTES, CPUS = 2 << 30, 2
+PARTS = ["shell", "repair", "floor", "apply", "capacity"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,9 +314,9 @@ def milliseconds(title: str, rows: dict[str, Samples], base: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-n", type=int, default=20, help="samples of the shell; the others take a part of it")
-    parser.add_argument("--only", choices=["shell", "repair", "apply", "capacity"], action="append")
+    parser.add_argument("--only", choices=PARTS, action="append")
     given = parser.parse_args()
-    wanted = given.only or ["shell", "repair", "apply", "capacity"]
+    wanted = given.only or PARTS
     results: dict[str, Any] = {}
     with ExitStack() as stack:
         bench = stack.enter_context(prepared(stack.enter_context(served_debian("python-git", ["git", "python3"]))))
@@ -322,9 +324,14 @@ def main() -> None:
             rows = shells(bench, given.n)
             milliseconds("first output byte of a shell", rows, "podman run")
             results["shell"] = {name: samples.to_json() for name, samples in rows.items()}
-        if "repair" in wanted:
+        if "repair" in wanted or "floor" in wanted:
             repository = bench.scratch / "repository"
             make_repository(repository, bench.root)
+        if "floor" in wanted:
+            rows = interleaved(floor.contenders(bench.root, repository, bench.scratch), given.n)
+            milliseconds("the least that a stage costs, to the exit", rows, next(iter(rows)))
+            results["floor"] = {name: samples.to_json() for name, samples in rows.items()}
+        if "repair" in wanted:
             for tests, script in REPAIRS.items():
                 rows = repairs(bench, repository, script, given.n)
                 milliseconds(f"git status, grep, edit, {tests}, git diff, to the exit", rows, "native")

@@ -183,7 +183,7 @@ def _conflict(workspace: Path, conflicts: Sequence[tuple[bytes, str]]) -> ApplyC
     return ApplyConflictError(
         f"nothing was applied to {workspace}: {quoted(path).decode()} {reason}{more}",
         conflicts=tuple(conflicts),
-        hint="apply other paths by name, or bring these together by hand",
+        hint="apply other paths by name, or give these files on the host what `pvisor stage diff` shows of them",
     )
 
 

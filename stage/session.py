@@ -82,7 +82,8 @@ def _run(
     timeout_s: float | None = None,
 ) -> int:
     """In a stage that nothing runs in."""
-    with using_image(config, image) as lower, making as held:
+    with making as held:
+        lower = held.rest.enter_context(using_image(config, image))
         return launch.run(
             lower,
             _beside_workspace(spec, held.info, options),

@@ -7,7 +7,6 @@ gets those of a container, a filter of system calls, and the stage's limits.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import gc
 import json
@@ -17,18 +16,17 @@ import signal
 import socket
 import stat
 import sys
-import termios
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
+from functools import partial
 from typing import NamedTuple, NoReturn
 
 from fuse import linux
 from imaged.errors import PvisorError
-from stage.boundary import capabilities, rootfs, seccomp, users
+from stage.boundary import rootfs, users, workload
 from stage.boundary.process import ProcessSpec
 from stage.boundary.terminal import HostTerminal, open_pty
-from stage.errors import NOT_EXECUTABLE, NOT_FOUND, SETUP_FAILED, CommandError, StageSetupError
+from stage.errors import SETUP_FAILED, CommandError, StageSetupError
 from stage.kept.cgroups import Group
 
 # Sent by the kernel when the caller dies, where there is something to do then: put the caller's terminal back, or see
@@ -49,10 +47,6 @@ FORWARDED = (
 # As the terminal driver would: to every process of the group, not only to its first.
 _TO_GROUP = {signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGWINCH, signal.SIGCONT, signal.SIGTSTP}
 _MESSAGE_BYTES = 32 << 10
-# What the node daemon answers, or the kernel in its place, when it can not get what is read.
-_UNFETCHED = {errno.EIO, errno.ENOTCONN}
-_UNFETCHED_MESSAGE = "the image's bytes could not be fetched"
-_UNFETCHED_HINT = "see if the server answers, and pvisor node status; node.log in PVISOR_RUN has the reason"
 
 
 class Descriptors(NamedTuple):
@@ -76,6 +70,8 @@ class Startup(NamedTuple):
     group: Group
     joined: int | None = None
     """A lock that every command which joins the stage holds shared; None where nobody can join."""
+    ahead: bool = False
+    """The caller wants the exit code when all processes of the stage are dead, ahead of the end of init itself."""
 
 
 def main(startup: Startup) -> NoReturn:
@@ -85,9 +81,13 @@ def main(startup: Startup) -> NoReturn:
         code = _serve(startup)
     except BaseException as error:
         _report(startup.channel, error)
-        code = getattr(error, "exit_code", SETUP_FAILED)
+        code = _code_of(error)
     finally:
         os._exit(code)
+
+
+def _code_of(error: BaseException) -> int:
+    return int(getattr(error, "exit_code", SETUP_FAILED))
 
 
 def _serve(startup: Startup) -> int:
@@ -99,32 +99,51 @@ def _serve(startup: Startup) -> int:
     slave = _terminal(startup, identity.uid)
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     last = int(rootfs.read_text("/proc/sys/kernel/cap_last_cap") or b"40")
-    me = os.getpid()
     killed = startup.group.killed_for_memory()
-    workload = os.fork()
-    if workload == 0:
-        try:
-            _become(startup, spec, identity, slave, null, last, die_with=None if me == 1 else me)
-        except BaseException as error:
-            _report(startup.channel, error)
-            os._exit(getattr(error, "exit_code", SETUP_FAILED))
+    streams = startup.streams
+    stdin, stdout, stderr = (
+        null if fd is None or _leads_out(fd) else fd
+        for fd in ((slave, slave, slave) if slave is not None else (streams.stdin, streams.stdout, streams.stderr))
+    )
+    first = workload.Workload(
+        spec=spec,
+        identity=identity,
+        streams=(stdin, stdout, stderr),
+        terminal=slave,
+        group=startup.group,
+        signal_mask=startup.signal_mask,
+        last_capability=last,
+    )
     if startup.joined is not None:  # until here nobody can have joined, and the kernel ends all of it with the caller
         linux.die_with_parent(PARENT_DIED)
-    startup.channel.send(json.dumps({"ready": True}).encode())
+    startup.channel.send(json.dumps({"ready": True}).encode())  # signals that come from now on are the workload's
+    code = None
+    try:
+        pid = workload.start(first, partial(_report, startup.channel))
+    except Exception as error:
+        _report(startup.channel, error)
+        code = _code_of(error)
     complaints = _complaints(startup, slave)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     if startup.streams.stdin is not None and startup.streams.stdin > 2:
         os.close(startup.streams.stdin)
     # The slave stays open, so that a workload that closes and reopens its terminal does not end the caller's copying.
-    code = _attend(workload)
+    if code is None:
+        code = _attend(pid)
     killed = startup.group.killed_for_memory() - killed
     if killed and complaints is not None:
         _complain(complaints, killed, startup.group)
     if terminal_fd is not None and startup.streams.terminal is not None and not _caller_lives(startup.channel):
         startup.streams.terminal.restore(terminal_fd)
+    mine = [fd for fd in (terminal_fd, slave, complaints) if fd is not None]
     if startup.joined is not None and not _alone(startup.joined):
-        _stay(startup, code, [fd for fd in (terminal_fd, slave, complaints) if fd is not None])
+        linux.die_with_parent(0)
+        _tell(startup, code, mine)
+        fcntl.flock(startup.joined, fcntl.LOCK_EX)
+    elif startup.ahead and os.getpid() == 1:
+        _end_others()
+        _tell(startup, code, mine)
     return code
 
 
@@ -137,21 +156,26 @@ def _alone(joined: int) -> bool:
     return True
 
 
-def _stay(startup: Startup, code: int, mine: list[int]) -> None:
-    """Other commands run in the stage: the caller gets its exit code, and init stays until the last of them ended."""
-    linux.die_with_parent(0)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans are reaped by the kernel from here on
-    try:
+def _end_others() -> None:
+    """Kills and reaps all other processes of the stage: each is a child of init, or is when its parent dies."""
+    with suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
+
+
+def _tell(startup: Startup, code: int, mine: list[int]) -> None:
+    """The caller gets its exit code, and has the ends of its streams to itself; orphans are reaped by the kernel."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    except ChildProcessError:
-        pass
-    for fd in {*mine, *(fd for fd in (startup.streams.stdout, startup.streams.stderr) if fd is not None and fd > 2)}:
+    outputs = {startup.streams.stdout, startup.streams.stderr} - {startup.streams.stdin}  # which is closed already
+    for fd in {*mine, *(fd for fd in outputs if fd is not None and fd > 2)}:
         os.close(fd)
     with startup.channel, suppress(OSError):  # the caller may be gone
         startup.channel.send(json.dumps({"exit": code}).encode())
-    if startup.joined is not None:
-        fcntl.flock(startup.joined, fcntl.LOCK_EX)
 
 
 def _isolate(startup: Startup) -> int | None:
@@ -212,130 +236,6 @@ def _workdir(spec: ProcessSpec) -> str:
         raise StageSetupError(f"working directory {spec.workdir}: {error.message}", hint="give -w DIR") from error
 
 
-def _become(
-    startup: Startup,
-    spec: ProcessSpec,
-    identity: users.Credentials,
-    slave: int | None,
-    null: int,
-    last_capability: int,
-    *,
-    die_with: int | None,
-) -> NoReturn:
-    os.setsid()
-    if slave is not None:
-        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
-        sources = [slave, slave, slave]
-    else:
-        streams = startup.streams
-        sources = [
-            null if fd is None or _leads_out(fd) else fd for fd in (streams.stdin, streams.stdout, streams.stderr)
-        ]
-    _standard_streams(sources)
-    _killable()
-    os.chdir(spec.workdir)
-    startup.group.enter()
-    linux.unshare(linux.CLONE_NEWCGROUP)  # its root is the cgroup that was just entered
-    capabilities.limit(last_capability)
-    os.setgroups(identity.groups)
-    os.setresgid(identity.gid, identity.gid, identity.gid)
-    os.setresuid(identity.uid, identity.uid, identity.uid)
-    if die_with is not None:  # set last: a change of user clears it
-        linux.die_with_parent(signal.SIGKILL)
-        if os.getppid() != die_with:
-            os._exit(SETUP_FAILED)
-    linux.close_on_exec_from(3)
-    _default_signals(startup.signal_mask)
-    seccomp.install()
-    execute(spec)
-
-
-def _leads_out(fd: int) -> bool:
-    """From a directory of the host, `..` goes up to the host's root, past the root of the stage."""
-    return stat.S_ISDIR(os.fstat(fd).st_mode)
-
-
-def _standard_streams(sources: list[int]) -> None:
-    """Puts the sources at 0, 1 and 2, whichever of those numbers they have now."""
-    safe = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in sources]
-    for target, fd in enumerate(safe):
-        os.dup2(fd, target)
-        os.close(fd)
-
-
-def _killable() -> None:
-    """A caller whom the kernel must spare when memory runs out does not pass that on."""
-    try:
-        with open("/proc/self/oom_score_adj", "r+b", buffering=0) as file:
-            if int(file.read()) < 0:
-                file.write(b"0")
-    except OSError:  # a kernel that does not let it be raised decides for itself
-        return
-
-
-def _default_signals(mask: frozenset[int]) -> None:
-    """What Python handles or ignores for itself is default again; what the caller ignores (nohup) stays ignored."""
-    for number in FORWARDED:  # exec resets the others, which nobody sends in the moment before it
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_DFL)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def execute(spec: ProcessSpec) -> NoReturn:
-    """execve(2) of argv[0], looked up in the stage's PATH. Raises CommandError as a shell would: 126 or 127."""
-    program = spec.argv[0]
-    if not program:
-        raise CommandError("the command is an empty string", exit_code=NOT_FOUND, hint="give a command after --")
-    places = [program]
-    if "/" not in program:
-        places = [os.path.join(place or ".", program) for place in spec.env.get("PATH", "").split(":")]
-    failure: OSError | None = None
-    for place in places:
-        try:
-            os.execve(place, spec.argv, dict(spec.env))
-        except OSError as error:
-            error.filename = place
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-                failure = failure or error
-                if error.errno != errno.EACCES:
-                    break
-            elif Path(place).exists():
-                failure = failure or error
-    raise _not_executed(program, failure)
-
-
-def _not_executed(program: str, failure: OSError | None) -> CommandError:
-    if failure is None:
-        hint = "check the command after -- and the image's PATH"
-        if program.startswith("-"):
-            hint = "options go before the image's name; after it comes the command"
-        return CommandError(f"{program}: not found in the image", exit_code=NOT_FOUND, hint=hint)
-    if failure.errno in _UNFETCHED:
-        return CommandError(
-            f"{failure.filename}: {_UNFETCHED_MESSAGE}: {failure.strerror}",
-            exit_code=NOT_EXECUTABLE,
-            hint=_UNFETCHED_HINT,
-        )
-    if failure.errno == errno.ENOENT:
-        return CommandError(
-            f"{failure.filename}: there, but the interpreter or loader it names is not in the image",
-            exit_code=NOT_FOUND,
-            hint="look at its first line, or run ldd on it",
-        )
-    hints = {
-        errno.EACCES: "it must be a regular file with an execute bit for this user",
-        errno.ENOEXEC: "it is built for another machine, or is a script without a #! line",
-        errno.E2BIG: "arguments and environment are too long together",
-    }
-    return CommandError(
-        f"{failure.filename}: can not be executed: {failure.strerror}",
-        exit_code=NOT_EXECUTABLE,
-        hint=hints.get(failure.errno or 0, ""),
-    )
-
-
 def _caller_lives(channel: socket.socket) -> bool:
     """Asks. A caller that dies hangs up the pty first, so that the workload may well end before the kernel tells us."""
     try:
@@ -345,22 +245,27 @@ def _caller_lives(channel: socket.socket) -> bool:
         return False
 
 
-def _attend(workload: int) -> int:
+def _leads_out(fd: int) -> bool:
+    """From a directory of the host, `..` goes up to the host's root, past the root of the stage."""
+    return stat.S_ISDIR(os.fstat(fd).st_mode)
+
+
+def _attend(first: int) -> int:
     """Reaps every orphan and passes signals on until the workload ends; returns the exit code a shell would give."""
     while True:
-        code = _reap(workload)
+        code = _reap(first)
         if code is not None:
             return code
         number = signal.sigwaitinfo(signal.valid_signals()).si_signo
         if number == signal.SIGCHLD:
             continue
         if number == PARENT_DIED:  # or wants it ended; what others run in the stage may stay
-            os.kill(workload, signal.SIGKILL)
+            os.kill(first, signal.SIGKILL)
             return 128 + signal.SIGKILL
-        _pass_on(number, workload)
+        _pass_on(number, first)
 
 
-def _reap(workload: int) -> int | None:
+def _reap(first: int) -> int | None:
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -368,7 +273,7 @@ def _reap(workload: int) -> int | None:
             return SETUP_FAILED
         if pid == 0:
             return None
-        if pid == workload:
+        if pid == first:
             return exit_code(status)
 
 
@@ -378,17 +283,17 @@ def exit_code(status: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _pass_on(number: int, workload: int) -> None:
+def _pass_on(number: int, first: int) -> None:
     # The stage is a session of its own, where the default of SIGTSTP is to do nothing.
     number = signal.SIGSTOP if number == signal.SIGTSTP else number
     try:
         if number in _TO_GROUP or number == signal.SIGSTOP:
-            os.killpg(workload, number)
+            os.killpg(first, number)
         else:
-            os.kill(workload, number)
+            os.kill(first, number)
     except ProcessLookupError:  # not a session leader yet, or gone already
         try:
-            os.kill(workload, number)
+            os.kill(first, number)
         except ProcessLookupError:
             return
 
@@ -396,8 +301,8 @@ def _pass_on(number: int, workload: int) -> None:
 def _report(channel: socket.socket, error: BaseException) -> None:
     if isinstance(error, PvisorError):
         message, hint = error.message, error.hint
-    elif isinstance(error, OSError) and error.errno in _UNFETCHED:
-        message, hint = f"start of the stage: {_UNFETCHED_MESSAGE}: {error.strerror}", _UNFETCHED_HINT
+    elif isinstance(error, OSError) and error.errno in workload.UNFETCHED:
+        message, hint = f"start of the stage: {workload.UNFETCHED_MESSAGE}: {error.strerror}", workload.UNFETCHED_HINT
     else:
         message, hint = f"start of the stage: {type(error).__name__}: {error}", ""
     fields = {

@@ -1,9 +1,12 @@
 """Runs a process in a stage and stands in for it: exit code, signals, terminal.
 
-    caller ── fork ──> init (pid 1: namespaces, mounts, reaping) ── fork ──> workload (its own session)
+    caller ── fork ──> init (pid 1: namespaces, mounts, reaping) ── spawn ──> workload (its own session)
 
 Nothing is mounted outside the new mount namespace and the kernel ends init with the caller, so a caller that is killed
 leaves no process and no mount; only a temporary stage's directory, for `Stages.sweep`.
+
+A program that runs a temporary stage has its exit code when every process of the workload is dead and reaped. Init is
+then on its way out, with the mounts; who removes the directory waits for that (`Stage.rest`).
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from fuse.errors import MountError
 from stage.boundary import init, rootfs, seccomp
 from stage.boundary.process import ProcessSpec
 from stage.boundary.streams import Streams
-from stage.boundary.supervise import Caller, Signals, reap, usable
+from stage.boundary.supervise import Caller, Signals, await_end, reap, usable
 from stage.boundary.terminal import Copy, HostTerminal, raw_mode
 from stage.errors import StageBusyError, StageSetupError
 from stage.kept import cgroups
@@ -75,6 +78,9 @@ def run(
             joined=joined,
             given=streams,
             timeout_s=timeout_s,
+            ending=(lambda pid: stage.rest.callback(await_end, pid))
+            if stage.temporary and streams is not None
+            else None,
         )
 
 
@@ -138,6 +144,7 @@ def _start(
     joined: int | None = None,
     given: Streams | None = None,
     timeout_s: float | None = None,
+    ending: Callable[[int], object] | None = None,
 ) -> int:
     reap()
     _plug_standard_descriptors()
@@ -162,6 +169,7 @@ def _start(
                         signal_mask=signals.mask,
                         group=group,
                         joined=joined,
+                        ahead=ending is not None,
                     )
                 )
             far.close()
@@ -172,6 +180,8 @@ def _start(
             caller.input = Copy(0, feed) if feed is not None else None
             caller.interactive = interactive and usable(0) is not None
             caller.shared = joined is not None
+            if ending is not None:
+                caller.ending = ending
             if given is not None:
                 given.started()
                 caller.pumps = given.pumps

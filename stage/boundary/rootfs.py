@@ -12,6 +12,7 @@ import socket
 import stat
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ _MASKED = (
     "/sys/fs/selinux",
 )
 _LOCKED = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
-_TEXT_LIMIT_BYTES = 1 << 20
+_TEXT_LIMIT_BYTES, _PIECE_BYTES = 1 << 20, 1 << 14
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1
 
 
@@ -78,11 +79,15 @@ def read_text(path: str) -> bytes:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError:
         return b""
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return b""
+        text = b""  # in pieces, so that a short file costs no memory of the longest
+        while len(text) < _TEXT_LIMIT_BYTES and (piece := os.read(fd, _PIECE_BYTES)):
+            text += piece
+        return text[:_TEXT_LIMIT_BYTES]
+    finally:
         os.close(fd)
-        return b""
-    with open(fd, "rb") as file:
-        return file.read(_TEXT_LIMIT_BYTES)
 
 
 def ensure_directory(path: str) -> str:
@@ -132,8 +137,8 @@ def _mask(null: str, empty: str) -> None:
     """`empty` is for a moment a directory that nobody can fill; what it covers comes back."""
     linux.mount("tmpfs", empty, "tmpfs", _LOCKED | linux.MS_RDONLY, "size=4k,mode=555")
     for path in _MASKED:
-        if Path(path).exists():
-            _attach(linux.open_tree(empty if Path(path).is_dir() else null), path)
+        with suppress(FileNotFoundError):
+            _attach(linux.open_tree(empty if stat.S_ISDIR(Path(path).stat().st_mode) else null), path)
     linux.umount(empty)
 
 

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from stage.boundary import init
@@ -51,6 +52,12 @@ def reap() -> None:
 def usable(fd: int) -> int | None:
     """A standard stream, unless it was closed when we were called and the number now means something of ours."""
     return None if fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC else fd
+
+
+def await_end(pid: int) -> None:
+    """Until this init has ended, and with it the stage's mounts. Any thread may wait."""
+    with suppress(ChildProcessError):  # the program ignores SIGCHLD, or waits for any child
+        os.waitpid(pid, 0)
 
 
 class Signals:
@@ -115,6 +122,7 @@ class Caller:
         self.pumps: Sequence[Pump] = ()
         self.interactive = False
         self.shared = False  # others may run in the stage, too
+        self.ending: Callable[[int], object] = staying.append  # takes an init that lives on when it told the exit code
         self._pid, self._channel, self._terminal, self._signals = pid, channel, terminal, signals
         self._on_ready = on_ready
         self._output: Copy | None = None
@@ -206,8 +214,8 @@ class Caller:
         self._stays()
 
     def _stays(self) -> int:
-        """Init has told the exit code, and runs on for others. Returns it as a wait status."""
-        staying.append(self._pid)
+        """Init has told the exit code, and runs on for others or is ending. Returns the code as a wait status."""
+        self.ending(self._pid)
         self._deadline = time.monotonic() + _DRAIN_S
         return (self._exit_code or 0) << 8
 

@@ -6,8 +6,8 @@ import fcntl
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -55,6 +55,8 @@ class Stage(StageFiles):
     info: StageInfo
     lock_fd: int
     temporary: bool = False
+    rest: ExitStack = field(default_factory=ExitStack)
+    """What is waited for, and then given back, when the stage's processes are dead and before it is removed."""
 
     @property
     def workspace(self) -> Path | None:

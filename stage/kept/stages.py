@@ -20,7 +20,7 @@ import re
 import shlex
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -63,7 +63,8 @@ class Stages:
             info = self._adopt(path, wanted)
             stage = Stage(path=path, info=info, lock_fd=lock_fd)
             try:
-                yield stage
+                with stage.rest:
+                    yield stage
             finally:
                 from stage.kept.writes import sync
 
@@ -89,16 +90,18 @@ class Stages:
         path = self.root / name
         with stagelock.exclusive(self.root):
             lock_fd = stagelock.lock(path, make=True)
+        rest = ExitStack()
         try:
             for directory in _DIRECTORIES[: None if workspace is not None else 1]:
                 (path / directory).mkdir(0o755)
             info = record.new(name, image, image_name, workspace)
-            yield Stage(path=path, info=info, lock_fd=lock_fd, temporary=True)
+            yield Stage(path=path, info=info, lock_fd=lock_fd, temporary=True, rest=rest)
         finally:
-            disposal(partial(self._dispose, path, lock_fd))
+            disposal(partial(self._dispose, path, lock_fd, rest))
 
-    def _dispose(self, path: Path, lock_fd: int) -> None:
+    def _dispose(self, path: Path, lock_fd: int, rest: ExitStack) -> None:
         try:
+            rest.close()
             self._remove(path)
         finally:
             stagelock.release(lock_fd)

@@ -246,14 +246,14 @@ def test_a_handler_that_raises_ends_the_process(config: Config, tmp_path: Path) 
     code = (
         "import stage\n"
         "try:\n"
-        "    stage.run('debian:12', ['sh', '-c', 'echo $$; exec sleep 1000'])\n"
+        "    stage.run('debian:12', ['sh', '-c', 'echo up; exec sleep 1000'])\n"
         "except KeyboardInterrupt:\n"
         "    print('interrupted', flush=True)\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code], env=environment(config), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    assert process.stdout is not None and process.stdout.readline() == b"2\n"
+    assert process.stdout is not None and process.stdout.readline() == b"up\n"
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=20)
     assert (process.returncode, output, errors) == (0, b"interrupted\n", b"")
@@ -283,6 +283,36 @@ def test_signals_stay_the_programs_own(run: Run) -> None:
         signal.signal(signal.SIGUSR1, old)
         os.close(reading)
         os.close(writing)
+
+
+def test_no_process_of_the_workload_lives_when_the_result_is_there(run: Run) -> None:
+    """Init may still be ending; what the workload left behind, and could write, is dead."""
+    reading, writing = os.pipe()
+    try:
+        for _ in range(5):
+            assert run(["sh", "-c", "sleep 1000 & (sleep 1000 & sleep 1000) & exit 3"], stdout=writing).exit_code == 3
+        os.close(writing)
+        os.set_blocking(reading, False)
+        assert os.read(reading, 1) == b""  # nobody else holds the other end
+    finally:
+        os.close(reading)
+
+
+def test_a_program_has_no_child_left_when_the_stage_is_removed(config: Config) -> None:
+    script = (
+        "import os, stage\n"
+        "from stage.kept import disposal\n"
+        "stage.run('debian:12', ['true'])\n"
+        "disposal.wait()\n"
+        "try:\n"
+        "    print(os.waitpid(-1, os.WNOHANG))\n"
+        "except ChildProcessError:\n"
+        "    print('none')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment(config), capture_output=True, text=True, timeout=60, check=True
+    )
+    assert (done.stdout, done.stderr) == ("none\n", "")
 
 
 def test_a_program_that_ends_at_once_leaves_no_stage(run: Run, config: Config) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 
 from imaged.runconfig import DEFAULT_PATH
-from stage.boundary.init import execute
 from stage.boundary.process import ProcessSpec, resolve
+from stage.boundary.workload import execute
 from stage.errors import CommandError, StageSetupError
 
 IMAGE: dict[str, Any] = {
@@ -84,5 +85,5 @@ def test_what_can_not_run_is_a_clear_error(image: dict[str, Any], options: dict[
 @pytest.mark.parametrize(("program", "hint"), [("-t", "before the image's name"), ("no-such", "image's PATH")])
 def test_an_option_in_the_place_of_the_command(program: str, hint: str) -> None:
     with pytest.raises(CommandError, match="not found") as caught:
-        execute(ProcessSpec(argv=(program,), env={"PATH": "/nowhere"}))
+        execute(ProcessSpec(argv=(program,), env={"PATH": "/nowhere"}), os.execve)
     assert hint in caught.value.hint and caught.value.exit_code == 127
