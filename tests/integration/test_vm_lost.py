@@ -123,9 +123,9 @@ def test_a_kernel_panic_is_told_with_what_the_kernel_said(made: Host, lost: str)
 
 def test_commands_that_nobody_follows_are_listed_and_ended(made: Host, lost: str) -> None:
     follower = made.start("vm", "exec", lost, "--", "sleep", "601")
-    wait_until(lambda: made.json("vm", "ps", lost))
+    wait_until(lambda: [one["argv"] for one in made.json("vm", "ps", lost)] == [["sleep", "601"]])
     (found,) = made.json("vm", "ps", lost)
-    assert (found["argv"], found["followed"]) == (["sleep", "601"], True)
+    assert found["followed"]
     follower.kill()
     follower.communicate()
     wait_until(lambda: not made.json("vm", "ps", lost)[0]["followed"])
