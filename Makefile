@@ -16,7 +16,7 @@ TEST_PACKAGES := $(VM_PACKAGES) $(SWIFT_PACKAGES) erofs-utils attr acl podman ru
 	chromium chromium-driver
 BENCH_PACKAGES := casync curl zstd bubblewrap crun nginx-light wrk
 
-.PHONY: demo test quick image-test lint format bench lock clean run-packages vm-packages demo-packages test-packages bench-packages
+.PHONY: demo test quick lint format bench lock clean run-packages vm-packages demo-packages test-packages bench-packages
 
 demo: $(VENV)/ready demo-packages
 	@$(COMPILE)
@@ -27,10 +27,6 @@ test: $(VENV)/ready-dev demo-packages test-packages
 
 quick: $(VENV)/ready-dev
 	$(BIN)/python -m pytest -q $(TEST_OPTIONS) tests/unit tests/property
-
-# The container image, built and tried; some minutes, most of them downloads.
-image-test: $(VENV)/ready-dev demo-packages test-packages
-	$(BIN)/python -m scripts.image
 
 lint: $(VENV)/ready-dev
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Builds the container image from the Dockerfile and tries it: `make image-test` (some minutes, mostly downloads).
+"""The container image: built from the Dockerfile, and tried.
 
 The base is our own Debian root under the name that the Dockerfile asks for, so no registry is needed; apt and pip are
 configured as on this host, by files that are there while the image is built and are not part of it.
@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
-import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from scripts.debian import TAG, debian_layout
 from tests.support.registry import free_port
 
-ROOT = Path(__file__).resolve().parent.parent
+pytestmark = [pytest.mark.root, pytest.mark.network, pytest.mark.slow, pytest.mark.timeout(900)]
+ROOT = Path(__file__).resolve().parents[2]
 BASE = "docker.io/library/debian:12-slim"
 IMAGE = "localhost/pvisor:test"
 _CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
@@ -57,33 +59,41 @@ def build(storage: Path) -> None:
     subprocess.run([*podman(storage), "build", *options, *host_files(storage), str(ROOT)], check=True)
 
 
-def try_it(storage: Path) -> None:
-    """`pvisor doctor` runs in it; `pvisor serve` answers, and ends when it is told to."""
-    run = [*podman(storage), "run", "--rm", "--network=host", "--ulimit=nofile=1024:1024", "--ulimit=nproc=4096:4096"]
-    done = subprocess.run([*run, IMAGE, "doctor", "--json"], capture_output=True, text=True, check=False)
-    print("doctor:", json.dumps(json.loads(done.stdout))[:2000])
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where podman keeps IMAGE."""
+    place = tmp_path_factory.mktemp("container")
+    try:
+        build(place)
+        yield place
+    finally:
+        subprocess.run([*podman(place), "rmi", "--all", "--force"], check=False, capture_output=True)
+        subprocess.run(["umount", str(place / "root/overlay")], check=False, capture_output=True)
+
+
+def run(storage: Path, *argv: str) -> list[str]:
+    limits = ["--ulimit=nofile=1024:1024", "--ulimit=nproc=4096:4096"]
+    return [*podman(storage), "run", "--rm", "--network=host", *limits, IMAGE, *argv]
+
+
+def test_all_that_a_container_can_bring_is_in_the_image(storage: Path) -> None:
+    """Without what its host gives to a worker's: the device and privileges."""
+    done = subprocess.run(run(storage, "doctor", "--json"), capture_output=True, text=True, check=False)
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    programs = ("qemu-system-x86_64", "firmware", "busybox", "perl", "mkfs.ext4", "qemu-img")
+    for name in ("root", "fusermount3", "PVISOR_HOME", *(f"VMs: {program}" for program in programs)):
+        assert checks[name]["ok"], checks[name]
+
+
+def test_the_image_serves_and_ends_when_it_is_told_to(storage: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
-    with subprocess.Popen([*run, IMAGE, "serve", "--listen", address, "--workers=2"], stdout=subprocess.PIPE) as server:
-        assert server.stdout is not None
-        print("serve:", server.stdout.readline().decode().strip())
-        with urllib.request.urlopen(f"http://{address}/readyz", timeout=20) as answer:
-            print("readyz:", answer.read().decode().strip())
-        server.terminate()
-        print("ended with status", server.wait(60))
-
-
-def main() -> None:
-    with tempfile.TemporaryDirectory(prefix="pvisor-image-") as directory:
-        storage = Path(directory)
+    command = run(storage, "serve", "--listen", address, "--workers=2")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
-            began_s = time.monotonic()
-            build(storage)
-            print(f"built in {time.monotonic() - began_s:.0f} s")
-            try_it(storage)
+            assert server.stdout is not None
+            assert address in server.stdout.readline()
+            with urllib.request.urlopen(f"http://{address}/readyz", timeout=20) as answer:
+                assert answer.status == 200
         finally:
-            subprocess.run([*podman(storage), "rmi", "--all", "--force"], check=False, capture_output=True)
-            subprocess.run(["umount", str(storage / "root/overlay")], check=False, capture_output=True)
-
-
-if __name__ == "__main__":
-    main()
+            server.terminate()
+        assert server.wait(60) == 0
