@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,15 +61,16 @@ def build(storage: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where podman keeps IMAGE."""
-    place = tmp_path_factory.mktemp("container")
-    try:
-        build(place)
-        yield place
-    finally:
-        subprocess.run([*podman(place), "rmi", "--all", "--force"], check=False, capture_output=True)
-        subprocess.run(["umount", str(place / "root/overlay")], check=False, capture_output=True)
+def storage() -> Iterator[Path]:
+    """Where podman keeps IMAGE: it wants a path of at most 50 characters."""
+    with tempfile.TemporaryDirectory(prefix="pvisor-image-") as directory:
+        place = Path(directory)
+        try:
+            build(place)
+            yield place
+        finally:
+            subprocess.run([*podman(place), "rmi", "--all", "--force"], check=False, capture_output=True)
+            subprocess.run(["umount", str(place / "root/overlay")], check=False, capture_output=True)
 
 
 def run(storage: Path, *argv: str) -> list[str]:
