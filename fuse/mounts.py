@@ -22,6 +22,7 @@ from fuse.imagemount import drop_leases, mount_image
 from fuse.mountinfo import MountPoint, mount_at, mount_points
 from imaged.config import Config
 from imaged.errors import NotFoundError, PvisorError
+from imaged.flock import try_lock
 
 if TYPE_CHECKING:
     from fuse.node import Node, OpenImage
@@ -148,7 +149,7 @@ def _in_use(config: Config, target: Path, leases: contextlib.ExitStack) -> str |
 
     lease = os.open(rundir.lease_path(config, target.name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     leases.callback(os.close, lease)
-    if not rundir.try_lock(lease):
+    if not try_lock(lease):
         pids = ", ".join(map(str, holders(os.fstat(lease)))) or "unknown"
         return f"image {target.name[:12]}: process {pids}"
     try:

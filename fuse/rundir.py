@@ -28,6 +28,7 @@ from pathlib import Path
 
 from fuse.errors import NodeError
 from imaged.config import Config
+from imaged.flock import try_lock
 
 _POLL_S = 0.01
 
@@ -110,15 +111,6 @@ def lock(fd: int, path: Path, *, wait_s: float) -> None:
             message = f"{path} has been locked by {pids} for {wait_s:.0f} s"
             raise NodeError(message, hint="see what that process waits for")
         time.sleep(_POLL_S)
-
-
-def try_lock(fd: int) -> bool:
-    """Take the exclusive lock if it is free."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def take_lease(config: Config, image: str) -> int:

@@ -12,6 +12,7 @@ import os
 from fuse import rundir
 from fuse.errors import NodeError
 from imaged.config import Config
+from imaged.flock import try_lock
 
 _PREFIX = "vm-"
 
@@ -50,7 +51,7 @@ def drop(config: Config, key: str) -> None:
         except FileNotFoundError:
             return
         try:
-            if rundir.try_lock(fd):
+            if try_lock(fd):
                 path.unlink(missing_ok=True)
         finally:
             os.close(fd)
@@ -63,7 +64,7 @@ def held(config: Config) -> list[str]:
         for path in sorted((config.run / "leases").glob(_PREFIX + "*")):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                if rundir.try_lock(fd):
+                if try_lock(fd):
                     path.unlink()
                 else:
                     found.append(path.name.removeprefix(_PREFIX))

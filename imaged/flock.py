@@ -24,6 +24,15 @@ def is_held(path: Path) -> bool:
     return False
 
 
+def try_lock(fd: int) -> bool:
+    """Whether nobody held it: now this descriptor does, alone. OSError."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
     """Hold this file's lock alone, of all processes and threads, within the block; waits for it. OSError."""

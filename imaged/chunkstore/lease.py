@@ -49,6 +49,7 @@ from imaged.chunkstore.leasefile import LEASES_DIRECTORY, LONGEST_TTL_S
 from imaged.chunkstore.leaseformat import LeaseState, changing_line, first_line, is_lease_id
 from imaged.errors import NotFoundError, StoreError
 from imaged.faults import store_faults
+from imaged.flock import try_lock
 from imaged.ids import ChunkId
 
 __all__ = ["KEEPS_LIMIT", "LONGEST_TTL_S", "Lease", "LeaseState", "Leases", "least_epoch"]
@@ -339,7 +340,7 @@ class Leases:
         except FileNotFoundError:
             return None
         try:
-            free = leasefile.try_lock(fd)
+            free = try_lock(fd)
             if not is_lease_id(name):
                 if free:
                     path.unlink(missing_ok=True)

@@ -77,15 +77,6 @@ def reserve(fd: int) -> None:
         log.info("no room is reserved for a lease: %s", error.strerror)
 
 
-def try_lock(fd: int) -> bool:
-    """Whether nobody held it: now this descriptor does, alone."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def peek(name: str, fd: int) -> LeaseState:
     """As `read`; what can not be read counts as a lease that holds back everything, and ends at the latest when the
     longest one would."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import struct
 import threading
@@ -25,6 +24,7 @@ from pathlib import Path
 
 from imaged.chunkstore.storelock import holders
 from imaged.errors import ChunkCorruptError, FormatError
+from imaged.flock import try_lock
 from imaged.frame import HEADER_BYTES, MAGIC, Frame, FrameHeader
 from imaged.publish import sync_directory
 
@@ -106,7 +106,7 @@ class PackWriter:
         except FileExistsError:
             return None
         try:
-            if not _flock(fd):
+            if not try_lock(fd):
                 os.close(fd)
                 return None
             _write_at(fd, [PACK_HEADER.pack(PACK_MAGIC, number, bytes(8))], 0)
@@ -125,7 +125,7 @@ class PackWriter:
             fd = os.open(pack_path(root, number), os.O_RDWR)
         except FileNotFoundError:
             return None
-        if not _flock(fd):
+        if not try_lock(fd):
             os.close(fd)
             return None
         return cls(number, fd, os.fstat(fd).st_size)
@@ -196,14 +196,6 @@ def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
     if _libc.fallocate(fd, mode, offset, length) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-
-
-def _flock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _write_at(fd: int, buffers: list[bytes], offset: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from imaged.chunkstore.environment import NAMES
 from imaged.chunkstore.refs import Ref
@@ -16,6 +17,7 @@ from imaged.reach import Marker
 from imaged.snapshots import Snapshot, snapshot_origin
 
 Keep = Callable[[], Iterable[ChunkId]]
+R = TypeVar("R")
 log = logging.getLogger(__name__)
 
 
@@ -133,32 +135,44 @@ class Roots:
 
     def _mark_kept(self, marker: Marker) -> bool:
         """What the caller keeps without a name: not the layer memos, which only a new conversion would use."""
-        store, found = self._store, False
-        for image in set(self._keep()) - self._unnamed:
-            hint = "drop what stands on this image (`pvisor stage ls`, `pvisor vm ls`); then collect again"
+        store = self._store
+        images = self._mark_used(
+            "image",
+            self._keep(),
+            marker.image,
+            lambda _, record: store.origins.get(record.data) is not None,
+            "drop what stands on this image (`pvisor stage ls`, `pvisor vm ls`); then collect again",
+        )
+        snapshots = self._mark_used(
+            "snapshot",
+            self._keep_snapshots(),
+            marker.snapshot,
+            lambda id, record: bool(snapshot_origin(store, Snapshot(name=None, id=id, record=record, ref=None))),
+            "remove the virtual machines that stand on it (`pvisor vm ls`); then collect again",
+        )
+        return images or snapshots
+
+    def _mark_used(
+        self,
+        kind: str,
+        ids: Iterable[ChunkId],
+        mark: Callable[[ChunkId], tuple[R | None, set[ChunkId]]],
+        is_elsewhere: Callable[[ChunkId, R], bool],
+        hint: str,
+    ) -> bool:
+        """One kind of what is kept without a name; `is_elsewhere` says whether a server has what is not here."""
+        unmarked = set(ids) - self._unnamed
+        for one in unmarked:
             try:
-                record, lacking = marker.image(image)
+                record, lacking = mark(one)
             except FormatError as error:
-                raise StoreError(f"image {image}, which is in use: {error.message}", hint=hint) from error
+                raise StoreError(f"{kind} {one}, which is in use: {error.message}", hint=hint) from error
             if record is None:
-                log.warning("image %s, which is in use, is not here", image)
-            elif lacking and store.origins.get(record.data) is None:
-                raise self._lacks(f"image {image}, which is in use,", lacking, hint)
-            found = True
-            self._unnamed.add(image)
-        for snapshot in set(self._keep_snapshots()) - self._unnamed:
-            hint = "remove the virtual machines that stand on it (`pvisor vm ls`); then collect again"
-            try:
-                document, lacking = marker.snapshot(snapshot)
-            except FormatError as error:
-                raise StoreError(f"snapshot {snapshot}, which is in use: {error.message}", hint=hint) from error
-            if document is None:
-                log.warning("snapshot %s, which is in use, is not here", snapshot)
-            elif lacking and not snapshot_origin(store, Snapshot(name=None, id=snapshot, record=document, ref=None)):
-                raise self._lacks(f"snapshot {snapshot}, which is in use,", lacking, hint)
-            found = True
-            self._unnamed.add(snapshot)
-        return found
+                log.warning("%s %s, which is in use, is not here", kind, one)
+            elif lacking and not is_elsewhere(one, record):
+                raise self._lacks(f"{kind} {one}, which is in use,", lacking, hint)
+            self._unnamed.add(one)
+        return bool(unmarked)
 
     def _lacks(self, what: str, lacking: set[ChunkId], hint: str) -> StoreError:
         outcome = "nothing more" if self._looked else "nothing"

@@ -27,7 +27,7 @@ from typing import Any, Self
 from imaged.collection import reserve
 from imaged.errors import FormatError, NotFoundError, StoreBusyError
 from imaged.faults import store_faults
-from imaged.flock import is_held
+from imaged.flock import is_held, try_lock
 from imaged.jobs.job import Job, Kind, State, is_job_id
 from imaged.jobs.jobstore import KEPT_JOBS, QUEUE_LIMIT, START_LIMIT, JobEndedError, QueueFullError, no_job
 from imaged.publish import published
@@ -322,11 +322,10 @@ def _try_lock(path: Path) -> int | None:
     """A descriptor that holds the lock of this file; None while another does."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
+        if try_lock(descriptor):
+            return descriptor
     except BaseException:
         os.close(descriptor)
         raise
-    return descriptor
+    os.close(descriptor)
+    return None
