@@ -52,6 +52,7 @@ class Keeping:
     def __init__(self, fetcher: Fetcher, files: BlockFiles, clock: Callable[[], float] = time.monotonic) -> None:
         self._fetcher, self._files, self._clock = fetcher, files, clock
         self._lock = threading.Lock()
+        self._opening = threading.Lock()
         self._uses: dict[ChunkId, _Use] = {}
         self._lease: Lease | None = None
         self._servers: dict[str, _Server] = {}
@@ -64,28 +65,17 @@ class Keeping:
         `lazy`: nobody has to look that it is still safe, such as when a server has what is not here. NotFoundError when
         its `name` was taken away just now and a collection may be at it already.
         """
-        with self._lock:
-            use = self._uses.get(record)
-            if use is not None:
-                use.opened_s = self._clock()
+        if self._is_kept(record):
+            return
+        with self._opening:  # who comes meanwhile could find it less safe, and let go of it for both
+            if self._is_kept(record):
                 return
-        try:
-            self._keep(record)
-        except StoreError as error:
-            # A full disk is no reason to start nothing: what has a name stays without this.
-            log.warning("%s is not kept: %s", name, error.message)
-        if not lazy and not self._is_named(record, name) and unsafe(self._fetcher.store, [record]):
-            if not ChunkId.is_id(name):
-                with self._lock:
-                    if self._lease is not None and record not in self._uses:
-                        self._lease.drop(record)
-                raise NotFoundError(f"{name} was removed just now", hint="pull or convert it again")
-            log.warning("%s has no name, and not all of it is here", record)
-        with self._lock:
-            self._uses[record] = _Use(tuple(files), self._clock())
-            if self._thread is None and not self._ended.is_set():
-                self._thread = threading.Thread(target=self._run, name="keeping", daemon=True)
-                self._thread.start()
+            self._begin(record, name, lazy)
+            with self._lock:
+                self._uses[record] = _Use(tuple(files), self._clock())
+                if self._thread is None and not self._ended.is_set():
+                    self._thread = threading.Thread(target=self._run, name="keeping", daemon=True)
+                    self._thread.start()
         self._changed.set()
 
     def tidy(self) -> None:
@@ -113,6 +103,30 @@ class Keeping:
             self._uses.clear()
             if self._lease is not None:
                 self._lease.release()
+
+    def _is_kept(self, record: ChunkId) -> bool:
+        """It was opened before; now once more."""
+        with self._lock:
+            use = self._uses.get(record)
+            if use is not None:
+                use.opened_s = self._clock()
+            return use is not None
+
+    def _begin(self, record: ChunkId, name: str, lazy: bool) -> None:
+        """NotFoundError when it is not safe."""
+        try:
+            self._keep(record)
+        except StoreError as error:
+            # A full disk is no reason to start nothing: what has a name stays without this.
+            log.warning("%s is not kept: %s", name, error.message)
+        if lazy or self._is_named(record, name) or not unsafe(self._fetcher.store, [record]):
+            return
+        if not ChunkId.is_id(name):
+            with self._lock:
+                if self._lease is not None:
+                    self._lease.drop(record)
+            raise NotFoundError(f"{name} was removed just now", hint="pull or convert it again")
+        log.warning("%s has no name, and not all of it is here", record)
 
     def _keep(self, record: ChunkId) -> None:
         with self._lock:

@@ -240,9 +240,10 @@ class Leases:
 
     def renew(
         self, lease: str, *, keeps: Sequence[ChunkId] | None = None, ttl_s: float, namespace: str | None = None
-    ) -> LeaseState:
-        """It lasts `ttl_s` from now; with `keeps` it keeps these and no others. NotFoundError when it has ended, and
-        when its file has grown long: it stays until it ends by itself, and another one takes its place."""
+    ) -> tuple[LeaseState, frozenset[ChunkId]]:
+        """It lasts `ttl_s` from now; with `keeps` it keeps these and no others. Gives what it is now, and what it keeps
+        only from now on. NotFoundError when it has ended, and when its file has grown long: it stays until it ends by
+        itself, and another one takes its place."""
         with self._held(lease, namespace) as held:
             if held is None:
                 raise NotFoundError(f"no lease {lease[:40]}", hint="it has ended: ask for a new one")
@@ -255,7 +256,7 @@ class Leases:
             with store_faults("renew a lease", self._root):
                 leasefile.append(fd, line)
                 os.fsync(fd)
-                return leasefile.read(lease, fd)
+                return leasefile.read(lease, fd), fresh - state.keeps
 
     def revoke(self, lease: str, *, namespace: str | None = None) -> bool:
         """End it; whether it was there."""

@@ -93,7 +93,7 @@ class LeaseApi:
     ) -> dict[str, Any]:
         kept = None if keeps is None else [record for record in keeps if store.has(record)]
         state = self._store.leases.grant(holder, keeps=kept, ttl_s=ttl_s, namespace=namespace)
-        return _document(state, self._gone(store, keeps, kept))
+        return _document(state, self._gone(keeps, kept, frozenset(kept or ())))
 
     async def renew(self, request: web.Request) -> web.Response:
         """PUT leases/ID {"keeps", "ttl_s"}: it lasts longer from now on, and keeps these instead. 404 when it ended."""
@@ -109,17 +109,17 @@ class LeaseApi:
         self, store: ChunkStore, lease: str, keeps: Sequence[ChunkId] | None, ttl_s: float, namespace: str | None
     ) -> dict[str, Any]:
         kept = None if keeps is None else [record for record in keeps if store.has(record)]
-        state = self._store.leases.renew(lease, keeps=kept, ttl_s=ttl_s, namespace=namespace)
-        return _document(state, self._gone(store, keeps, kept))
+        state, fresh = self._store.leases.renew(lease, keeps=kept, ttl_s=ttl_s, namespace=namespace)
+        return _document(state, self._gone(keeps, kept, fresh))
 
     def _gone(
-        self, store: ChunkStore, keeps: Sequence[ChunkId] | None, kept: Sequence[ChunkId] | None
+        self, keeps: Sequence[ChunkId] | None, kept: Sequence[ChunkId] | None, fresh: frozenset[ChunkId]
     ) -> list[ChunkId]:
-        """What the client must not count on to stay."""
+        """What the client must not count on to stay; `fresh` is what its lease did not keep before."""
         if keeps is None or kept is None:
             return []
         held = frozenset(kept)
-        return [record for record in keeps if record not in held] + unsafe(self._store, kept)
+        return [record for record in keeps if record not in held] + unsafe(self._store, sorted(fresh))
 
     async def end(self, request: web.Request) -> web.Response:
         """DELETE leases/ID."""

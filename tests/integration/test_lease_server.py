@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from imaged import catalog
+from imaged.chunkstore import condemned
 from imaged.chunkstore.fsck import check
+from imaged.chunkstore.index import Index
 from imaged.chunkstore.store import ChunkStore
 from imaged.collection.collect import collect
 from imaged.errors import ChunkMissingError, NotFoundError, UpstreamError
@@ -76,6 +78,41 @@ def test_what_a_node_has_open_stays(tmp_path: Path, server: ChunkServer, upstrea
     assert lease(server, "DELETE", f"/{made['id']}") == (200, {"ended": False})
     assert lease(server, "PUT", f"/{made['id']}", ttl_s=60)[0] == 404
     assert lease(server, "POST", holder="late", keeps=[str(record)])[1]["gone"] == [str(record)]
+
+
+def test_what_a_lease_kept_before_a_collection_is_not_told_to_go(tmp_path: Path, server: ChunkServer) -> None:
+    """Between condemning and pardoning it looks as what is about to go; to a lease that comes only then, it is."""
+    root = tmp_path / "server"
+    kept, other = image_at(root, range(5), "box:1"), image_at(root, range(5, 9), "other:1")
+    with ChunkStore.open(root) as store:
+        store.refs.delete("box:1")
+        store.refs.delete("other:1")
+    made: dict[str, Any] = {}
+    gone: list[list[str]] = []
+    looks = 0
+
+    def keep() -> list[ChunkId]:
+        nonlocal looks
+        looks += 1
+        if looks == 2:  # all is condemned, and the leases were looked at
+            for keeps in ([str(kept)], [str(kept), str(other)]):
+                answer = lease(server, "PUT", f"/{made['id']}", keeps=keeps, ttl_s=60)[1]
+                gone.append(answer["gone"])
+        return []
+
+    real = condemned.finish
+
+    def finish(index: Index) -> None:
+        if not made:
+            made.update(lease(server, "POST", holder="node 7", keeps=[str(kept)], ttl_s=60)[1])
+        real(index)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(condemned, "finish", finish)
+        collect(root, keep=keep)
+    assert (made["gone"], gone) == ([], [[], [str(other)]])
+    with ChunkStore.open(root) as store:
+        assert store.absent(reachable(store, kept)) == []
 
 
 def test_bad_leases_are_refused(server: ChunkServer) -> None:

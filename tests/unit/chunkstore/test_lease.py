@@ -166,10 +166,12 @@ def test_a_client_s_lease_ends_by_the_clock(store: ChunkStore) -> None:
     assert (state.epoch, state.keeps, state.expires_at) == (None, {record}, clock.now_s + 60)
     other = ChunkId.of(b"another")
     clock.now_s += 50
-    assert leases.renew(state.id, keeps=[other], ttl_s=60).keeps == {other}
+    renewed, fresh = leases.renew(state.id, keeps=[other], ttl_s=60)
+    assert (renewed.keeps, fresh) == ({other}, {other})
     clock.now_s += 50
     assert [lease.keeps for lease in leases.live()] == [{other}]
-    assert leases.renew(state.id, ttl_s=60).keeps == {other}
+    renewed, fresh = leases.renew(state.id, ttl_s=60)
+    assert (renewed.keeps, fresh) == ({other}, set())
     clock.now_s += 61
     with pytest.raises(NotFoundError):
         leases.renew(state.id, ttl_s=60)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from fuse import keeping
 from fuse.files import BlockFiles
 from fuse.keeping import GRACE_S, Keeping
+from imaged.chunkstore import condemned
+from imaged.chunkstore.index import Index
 from imaged.chunkstore.store import ChunkStore
 from imaged.collection.collect import collect
 from imaged.errors import NotFoundError
@@ -92,3 +96,52 @@ def test_a_name_that_has_just_gone_is_told(host: Host) -> None:
     whole = build_image(host.store, range(5, 10))
     host.open(whole, str(whole.id))
     assert collect(host.store.root).removed_chunks == 0
+
+
+def test_what_is_kept_is_opened_again_beside_a_collection_that_condemned_it(host: Host) -> None:
+    """A collection that has seen the lease pardons it: until then it only looks as if it were to go."""
+    record = build_image(host.store, range(5))
+    lease = host.store.lease("converting")  # what is condemned under it can still be relied on
+    looks = 0
+
+    def keep() -> list[ChunkId]:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            host.open(record, "box:1")
+        return []
+
+    real = condemned.finish
+
+    def finish(index: Index) -> None:
+        host.open(record, "box:1")  # the collection has not looked at the leases since it condemned it
+        real(index)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(condemned, "finish", finish)
+        assert collect(host.store.root, keep=keep).removed_chunks == 0
+    lease.release()
+    assert looks > 1
+    assert collect(host.store.root).removed_chunks == 0
+    assert host.store.absent(reachable(host.store, record.id)) == []
+
+
+def test_one_of_two_that_open_at_once_looks_whether_it_is_safe(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the second, asked a moment later, may let go of what the first has."""
+    record = build_image(host.store, range(5))
+    other = threading.Thread(target=host.open, args=(record, "box:1"))
+    calls = []
+
+    def slow(store: ChunkStore, records: list[ChunkId]) -> list[ChunkId]:
+        calls.append(records)
+        if len(calls) > 1:
+            return records
+        other.start()
+        other.join(0.2)  # it has had time to look, too
+        return []
+
+    monkeypatch.setattr(keeping, "unsafe", slow)
+    host.open(record, "box:1")
+    other.join()
+    assert calls == [[record.id]]
+    assert host.kept() == {record.id}
