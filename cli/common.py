@@ -1,12 +1,10 @@
-"""What every command shares: its options, its output, its progress line."""
+"""What every command shares: its options and its output."""
 
 from __future__ import annotations
 
 import functools
 import json
-import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +15,6 @@ import click
 
 from imaged.config import Config
 from imaged.errors import NotFoundError, PvisorError
-from imaged.progress import NoProgress, Progress
 
 
 class OutputError(PvisorError):
@@ -214,53 +211,3 @@ def age(seconds: float) -> str:
             count = int(seconds // length)
             return f"{count} {unit}{'s' if count > 1 else ''}"
     return "now" if seconds < 2 else f"{int(seconds)} seconds"
-
-
-class ProgressLine:
-    """An `imaged.progress.Progress` as a line on stderr, redrawn: `layer 2 of 3  [####    ] 41.0 MiB of ...`."""
-
-    INTERVAL_S = 0.1
-    BAR_WIDTH = 20
-
-    def __init__(self) -> None:
-        self._step = ""
-        self._done = 0
-        self._total: int | None = None
-        self._drawn_at = 0.0
-
-    def start(self, step: str, total_bytes: int | None) -> None:
-        self._step, self._done, self._total = printable(step), 0, total_bytes
-        self._draw()
-
-    def advance(self, byte_count: int) -> None:
-        self._done += byte_count
-        if time.monotonic() - self._drawn_at >= self.INTERVAL_S:
-            self._draw()
-
-    def _draw(self) -> None:
-        self._drawn_at = time.monotonic()
-        line = f"{self._step}  {human_bytes(self._done)}" if self._done else self._step
-        if self._total:
-            filled = min(self.BAR_WIDTH, self.BAR_WIDTH * self._done // self._total)
-            bar = f"[{'#' * filled:{self.BAR_WIDTH}}]"
-            line = f"{self._step}  {bar} {human_bytes(self._done)} of {human_bytes(self._total)}"
-        columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80  # 0 is a terminal that does not know
-        sys.stderr.write("\r\x1b[K" + line[: columns - 1])
-        sys.stderr.flush()
-
-    def close(self) -> None:
-        sys.stderr.write("\r\x1b[K")
-        sys.stderr.flush()
-
-
-@contextmanager
-def progress(settings: Settings) -> Iterator[Progress]:
-    """A line on stderr that is wiped at the end; nothing when stderr is no terminal or --json is on."""
-    if settings.json_output or not sys.stderr.isatty():
-        yield NoProgress()
-        return
-    line = ProgressLine()
-    try:
-        yield line
-    finally:
-        line.close()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import click
 
-from cli.common import Settings, command_options, progress, signature_options, warn
+from cli.common import Settings, command_options, signature_options, warn
+from cli.progress import progress
 from imaged.ids import ChunkId
 from imaged.names import ImageName, SourceName
 from imaged.signature import SigningKey

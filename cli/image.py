@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 
-from cli.common import Settings, age, command_options, human_bytes, progress, store_options
+from cli.common import Settings, age, command_options, human_bytes, store_options
 from cli.listing import Described, asking, here_or_remote, readable, show
+from cli.progress import progress
 from imaged import catalog
 from imaged.chunkstore.store import ChunkStore, Ref
 from imaged.errors import FormatError, NotFoundError

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cli.common import Settings, age, human_bytes, progress, store_options, table, warn
+from cli.common import Settings, age, human_bytes, store_options, table, warn
 from cli.listing import asking, here_or_remote
+from cli.progress import progress
 from imaged.errors import PvisorError
 
 if TYPE_CHECKING:

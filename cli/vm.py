@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cli.arguments import OPTIONS_FIRST, memory_size, own_command
-from cli.common import Settings, command_options, output_options, progress, warn
+from cli.common import Settings, command_options, output_options, warn
+from cli.progress import progress
 from cli.signals import ending_in_order
 from cli.vmexec import NameFirst, console, execute, follow, kill, ps, workload_options
 from cli.vmlist import list_vms, show, show_all
