@@ -9,17 +9,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cli.common import Settings, age, human_bytes, store_options, table, warn
+from cli.common import Settings, age, human_bytes, store_options, table
 from cli.listing import asking, here_or_remote
 from cli.progress import progress
-from imaged.errors import PvisorError
 
 if TYPE_CHECKING:
     from imaged.collection.lastcollection import LastCollection
     from imaged.collection.usage import ImageUsage
-    from imaged.config import Config
-    from stage.kept.stages import Stages
-    from vmm.record import VmRecord
 
 
 @click.group(short_help="Look after the chunk store.")
@@ -112,65 +108,25 @@ def gc(settings: Settings, at: str | None) -> None:
     if at is not None:
         _collect_there(settings, at)
         return
-    from imaged.chunkstore.store import ChunkStore
-    from imaged.collection.collect import collect
-    from imaged.ids import ChunkId
-    from stage.kept.record import StageInfo
-    from stage.kept.stages import Stages
-    from vmm.kept import kept_images, kept_snapshots
-    from vmm.vms import Vms
+    from cli.garbage import collect_here
 
-    # The stages and VMs of this host stand on images and snapshots of its own store.
-    own = settings.store is None
-    kept: list[StageInfo] = []
-    vms: list[VmRecord] = []
-
-    def images() -> set[ChunkId]:
-        if not own:
-            return set()
-        stages = Stages(settings.config.stages)
-        _require_known(stages)
-        kept[:] = stages.list()
-        vms[:] = Vms(settings.config).list()
-        return {ChunkId.parse(stage.image) for stage in kept} | kept_images(settings.config)
-
-    def used() -> set[ChunkId]:
-        return kept_snapshots(settings.config) if own else set()
-
-    if own:
-        _let_go(settings.config)
-    report = collect(settings.config.store, keep=images, keep_snapshots=used)
-    with ChunkStore.open(settings.config.store, readonly=True) as opened:
-        named = {str(ref.record) for _, ref in opened.refs.items()}
-        unnamed = [stage for stage in kept if stage.image not in named and opened.has(ChunkId.parse(stage.image))]
-        named |= {str(ref.record) for _, ref in opened.snapshots.items()}
-        held = [(one, what, name) for one in vms for what, name in _stands_on(one) if what not in named]
-        held = [(one, what, name) for one, what, name in held if opened.has(ChunkId.parse(what))]
-        leased = [
-            (lease.holder, record)
-            for lease in opened.leases.live()
-            for record in lease.keeps
-            if str(record) not in named and opened.has(record)
-        ]
+    report, unnamed = collect_here(settings.config, own=settings.store is None)
 
     def text() -> str:
         left = f", {human_bytes(report.dead_bytes)} still lie dead" if report.dead_bytes else ""
         done = f"{report.removed_chunks} chunks removed, {human_bytes(report.freed_bytes)} freed{left}"
-        lines = [f"{stage.image_name or stage.image[:12]}: kept by stage {stage.name}" for stage in unnamed]
-        lines += [f"{name or what[:12]}: kept by VM {one.name}" for one, what, name in held]
-        lines += [f"{str(record)[:12]}: kept by {holder}" for holder, record in leased]
+        lines = [done, *unnamed.lines()]
         if report.waiting_chunks:
             who = ", ".join(report.waiting_for) or "names that change all the time"
             lines.append(f"{report.waiting_chunks} chunks more can go when this has ended: {who}")
-        return "\n".join([done, *lines])
+        return "\n".join(lines)
 
-    kept_by_vms = list(dict.fromkeys(one.name for one, _, _ in held))
     settings.emit(
         {
             **asdict(report),
-            "kept_by_stages": [stage.name for stage in unnamed],
-            "kept_by_vms": kept_by_vms,
-            "kept_by_leases": sorted({holder for holder, _ in leased}),
+            "kept_by_stages": [stage.name for stage in unnamed.stages],
+            "kept_by_vms": list(dict.fromkeys(one.vm for one in unnamed.vms)),
+            "kept_by_leases": sorted({one.holder for one in unnamed.leases}),
         },
         text,
     )
@@ -183,45 +139,6 @@ def _collect_there(settings: Settings, at: str) -> None:
         report = collect_there(upstream, line)
     freed, removed = report.get("freed_bytes", 0), report.get("removed_chunks", 0)
     settings.emit(report, f"{removed} chunks removed, {human_bytes(freed)} freed")
-
-
-def _require_known(stages: Stages) -> None:
-    """PvisorError for a stage that does not say what it stands on, unless a command is just making it: then the node
-    daemon keeps that."""
-    from stage.errors import StageBusyError, StageNotFoundError
-
-    for name in stages.damaged():
-        try:
-            stages.require_idle(name)
-        except (StageBusyError, StageNotFoundError):
-            continue
-        if name in stages.damaged():
-            hint = f"`pvisor stage drop {name}`, or restore its stage.json"
-            raise PvisorError(f"stage {name!r} does not say which image it stands on", hint=hint)
-
-
-def _let_go(config: Config) -> None:
-    """The node daemon keeps what is mounted: what has lost its name, and nobody uses, need not be."""
-    from fuse import mounts
-    from fuse.node import connect
-    from imaged.chunkstore.store import ChunkStore
-
-    node = connect(config)
-    if node is None:
-        return
-    with ChunkStore.open(config.store, readonly=True) as opened:
-        named = {str(ref.record) for _, ref in opened.refs.items()}
-    try:
-        mounts.release_unnamed(config, named)
-        node.tidy()
-    except PvisorError as error:
-        warn(error.message)
-
-
-def _stands_on(vm: VmRecord) -> list[tuple[str, str]]:
-    """Ids of image and snapshot, and what they were called."""
-    found = [(vm.image, vm.image_name), (vm.snapshot, f"snapshot {vm.snapshot_name or vm.snapshot[:12]}")]
-    return [(what, name) for what, name in found if what]
 
 
 @store.command(short_help="Verify every chunk, image and snapshot.")
