@@ -28,6 +28,8 @@ from imaged.serving.tokenfile import add_token, revoke_token
 from imaged.serving.tokens import Scope, Token
 from tests.support.chunkserver import ChunkServer, ask, chunk_server
 from tests.support.command import Host
+from tests.support.node import wait_for
+from tests.support.stage_process import processes_with
 from tests.support.synthetic import Synthetic, add_image
 from tests.support.tokens import Tokens, write_tokens
 
@@ -315,12 +317,10 @@ def test_tokens_come_and_go_without_a_restart(site: Site) -> None:
     secret, token = Token.new(Scope.READ, namespace=None)
 
     def status(wanted: int) -> None:
-        for _ in range(100):
-            found, _, _ = ask(site.server, "GET", "/v1/images", Authorization=f"Bearer {secret}")
-            if found == wanted:
-                return
-            asyncio.run(asyncio.sleep(0.05))
-        raise AssertionError(f"status {found} for five seconds")
+        def says(authorization: str) -> bool:
+            return ask(site.server, "GET", "/v1/images", Authorization=authorization)[0] == wanted
+
+        wait_for(lambda: says(f"Bearer {secret}"))
 
     status(401)
     add_token(site.tokens.path, token)
@@ -344,19 +344,30 @@ def test_the_client_sends_its_token_to_its_server_only(site: Site) -> None:
         assert "canary" not in f"{caught.value}{caught.value.hint}"
 
 
+def until_refused(site: Site, who: str) -> tuple[list[int], dict[str, str], bytes]:
+    """The statuses of requests until one is 429, and the rest of that answer. AssertionError after 200."""
+    statuses: list[int] = []
+    for _ in range(200):
+        status, headers, answer = asked(site, who, "GET", "/v1/images")
+        statuses.append(status)
+        if status == 429:
+            return statuses, headers, answer
+    raise AssertionError(statuses)
+
+
 def test_requests_over_the_limit_wait(tmp_path: Path) -> None:
     tokens = write_tokens(tmp_path / "tokens")
     with chunk_server(tmp_path / "store", token_file=str(tokens.path), rate_limit=5.0) as server:
         site = Site(server, tokens, tmp_path / "store", {})
-        found = [asked(site, "read", "GET", "/v1/images") for _ in range(14)]
-        statuses = [status for status, _, _ in found]
+        statuses, headers, answer = until_refused(site, "read")
         assert statuses[:10] == [200] * 10
-        assert statuses[-1] == 429
-        assert found[-1][1]["retry-after"] == "1"
-        assert "--rate-limit" in json.loads(found[-1][2])["hint"]
+        assert set(statuses[10:-1]) <= {200}  # on a slow host the first of them are forgiven meanwhile
+        assert headers["retry-after"] == "1"
+        assert "--rate-limit" in json.loads(answer)["hint"]
         # Others are not held up; who has no token is one client.
         assert asked(site, "a-read", "GET", "/v1/images")[0] == 200
-        assert {asked(site, "", "GET", "/v1/images")[0] for _ in range(14)} == {401, 429}
+        statuses, _, _ = until_refused(site, "")
+        assert set(statuses[:-1]) == {401}
         assert asked(site, "", "GET", "/healthz")[0] == 200
         KNOWN.learn(server.url, tokens.secrets["read"])
         with HttpUpstream(server.url, retry=RetryPolicy(total_s=10)) as upstream:
@@ -382,8 +393,7 @@ def test_no_secret_is_shown_anywhere(site: Site, tmp_path: Path) -> None:
             shown += bad.run("image", "ls", "--remote", "-v", code=1).stderr
             assert b"Traceback" in shown
             assert secret.encode() not in shown
-        lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-        assert not any(secret.encode() in line for secret in tokens.secrets.values() for line in lines)
+        assert [processes_with(secret) for secret in tokens.secrets.values()] == [[]] * len(tokens.secrets)
     finally:
         serving.terminate()
         serving.wait(20)

@@ -111,7 +111,7 @@ def test_a_timeout_reaches_processes_that_left_the_session(run_dir: Path) -> Non
     """They are in the job's cgroup all the same."""
     script = "busybox setsid sh -c 'busybox setsid sleep 4321 & wait' & sleep 4321"
     with Agent.connect(run_dir, timeout_s=WAIT_S) as agent:
-        ended = agent.execute(["sh", "-c", script], stdout=ignore, stderr=ignore, timeout_s=0.5)
+        ended = agent.execute(["sh", "-c", script], stdout=ignore, stderr=ignore, timeout_s=2)
         assert (ended.signal, ended.timed_out) == (15, True)
     with session(run_dir) as sh:
         assert "4321" not in sh("ps")
@@ -147,11 +147,14 @@ def wait_for(done: Callable[[], bool]) -> None:
 
 
 def stands(count: Callable[[], int]) -> bool:
-    """Whether it says nothing more once what was under way has come."""
-    time.sleep(0.5)
-    before = count()
-    time.sleep(1)
-    return count() == before
+    """Whether it says nothing more once what was under way has come, before held jobs would go on by themselves."""
+    heard = [count()]
+    for _ in range(4):
+        time.sleep(1)
+        heard.append(count())
+        if heard[-1] == heard[-2]:
+            return True
+    return False
 
 
 STOPPED = "(while :; do :; done) & kill -STOP $!; trap 'kill -KILL $!' EXIT;"
@@ -266,12 +269,20 @@ def test_a_job_goes_on_through_park_and_resume(made: AgentGuest, tmp_path: Path)
             with session(directory) as sh:
                 randoms.append(sh("head -c 16 /dev/urandom | sha256sum"))
                 before = int(sh("cat /tmp/count"))
-                sh("sleep 0.5")
+                sh(f"until [ $(cat /tmp/count) -gt {before} ]; do sleep 0.1; done")
                 counts.append((before, int(sh("cat /tmp/count"))))
                 assert sh("hostname") == f"{name}\n"
                 assert 0 <= int(sh("date +%s")) - wanted // 10**9 < WAIT_S
     assert all(10 <= before < after for before, after in counts)
     assert randoms[0] != randoms[1]
+
+
+MORE = """
+lines() { wc -l < /tmp/uuids; }
+least=$(($(lines) + 20))
+until [ $(lines) -ge $least ]; do sleep 0.1; done
+cat /tmp/uuids
+"""
 
 
 def test_twins_whom_nobody_tells_who_they_are_have_random_numbers_of_their_own(
@@ -291,7 +302,7 @@ def test_twins_whom_nobody_tells_who_they_are_have_random_numbers_of_their_own(
     for name in ("second", "third"):
         again = restored(spec, tmp_path / "saved", tmp_path / name)
         with running(again, tmp_path / name), session(tmp_path / name) as sh:
-            told.append(sh("sleep 1; cat /tmp/uuids").split())
+            told.append(sh(MORE).split())
     assert told[0][0] == told[1][0]
     differ = next(at for at, (one, other) in enumerate(zip(*told, strict=False)) if one != other)
     assert set(told[0][differ:]).isdisjoint(told[1][differ:])

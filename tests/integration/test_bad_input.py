@@ -9,6 +9,7 @@ import base64
 import json
 import lzma
 import os
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +25,6 @@ from tests.support.flaky import Content, Fault, Flaky, cut, instead, run_flaky, 
 from tests.support.registry import (
     PASSWORD,
     USER,
-    free_port,
     run_registry,
     run_token_server,
 )
@@ -329,21 +329,23 @@ def test_a_registry_that_is_down_or_never_well(made: Host, registry: Flaky, tmp_
         registry.serve(tmp_path / "layout", name)
     registry.plan("/v2/ill/manifests/", *[status(503)] * 6)
     registry.plan(f"/v2/cut/blobs/{oci.digest(GZIP)}", *[cut(100)] * 6)
-    down = f"127.0.0.1:{free_port()}"
     before = names(made)
-    cases = {
-        f"docker://{down}/app:v1": (down, "can not be reached", "hint: "),
-        registry.source("ill:bad"): (registry.address, "503"),
-        registry.source("cut:bad"): (oci.digest(GZIP), "100"),
-    }
-    running = {source: made.start("convert", source, "--name", "kept:v1") for source in cases}
-    started = made.start("run", f"docker://{down}/app:v1", "--", "true")
-    for source, process in running.items():
-        out, said = process.communicate(timeout=60)
-        assert (process.returncode, out) == (1, b""), said
-        says(said.decode(), *cases[source])
-    says(started.communicate(timeout=60)[1].decode(), down)
-    assert started.returncode == 125
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # and does not listen: nobody else can meanwhile
+        down = f"127.0.0.1:{held.getsockname()[1]}"
+        cases = {
+            f"docker://{down}/app:v1": (down, "can not be reached", "hint: "),
+            registry.source("ill:bad"): (registry.address, "503"),
+            registry.source("cut:bad"): (oci.digest(GZIP), "100"),
+        }
+        running = {source: made.start("convert", source, "--name", "kept:v1") for source in cases}
+        started = made.start("run", f"docker://{down}/app:v1", "--", "true")
+        for source, process in running.items():
+            out, said = process.communicate(timeout=60)
+            assert (process.returncode, out) == (1, b""), said
+            says(said.decode(), *cases[source])
+        says(started.communicate(timeout=60)[1].decode(), down)
+        assert started.returncode == 125
     assert names(made) == before
     made.assert_sound()
 

@@ -19,6 +19,7 @@ import pytest
 from bench.common import Podman
 from tests.support.chunkserver import chunk_server
 from tests.support.command import ARGV, Host, busybox_layout, host, pvisor_mounts
+from tests.support.node import wait_for
 from tests.support.oci import make_tar
 from tests.support.registry import run_registry
 from tests.support.trees import found
@@ -62,12 +63,20 @@ def test_a_cold_run_fetches_what_it_reads(tmp_path: Path, origin: str) -> None:
         status = cold.json("node", "status")
         (image,) = status["images"].values()
         inspected = cold.json("image", "inspect", "box:v1")
-        assert 0 < image["fetched_bytes"] <= inspected["stored_bytes"]
+        late = "are late" in (tmp_path / "run/node.log").read_text()  # then they are asked for twice
+        assert 0 < image["fetched_bytes"] <= inspected["stored_bytes"] * (1 + late)
         assert {"reads", "hits", "fetched_chunks", "fetched_bytes", "requests"} <= set(image)
-        fetched = image["fetched_bytes"]
-        cold.run("run", "box:v1", "--", "cat", "/etc/image-file")
-        (image,) = cold.json("node", "status")["images"].values()
-        assert image["fetched_bytes"] == fetched
+
+        def fetched_bytes() -> int:
+            (image,) = cold.json("node", "status")["images"].values()
+            return int(image["fetched_bytes"])
+
+        def fetches_nothing() -> bool:
+            before = fetched_bytes()
+            cold.run("run", "box:v1", "--", "cat", "/etc/image-file")
+            return fetched_bytes() == before
+
+        wait_for(fetches_nothing)  # what the kernel reads ahead may still be on its way after the first run
     assert not pvisor_mounts(tmp_path)
 
 
@@ -180,10 +189,15 @@ def test_a_workspace_is_shown_and_not_changed(worker: Host, tmp_path: Path) -> N
 
 
 def test_ls_says_how_much_is_here(worker: Host, origin: str, tmp_path: Path) -> None:
-    (image,) = [image for image in worker.json("image", "ls") if image["name"] == "box:v1"]
-    assert 0 < image["present_chunks"] == worker.json("image", "inspect", "box:v1")["present_chunks"]
-    share = 100 * image["present_chunks"] // image["chunks"]
-    assert f"lazy {share}%" in worker.run("image", "ls").stdout.decode()
+    def all_say_the_same() -> bool:
+        """Once what earlier runs read is stored, which happens behind them."""
+        (image,) = [image for image in worker.json("image", "ls") if image["name"] == "box:v1"]
+        inspected = worker.json("image", "inspect", "box:v1")["present_chunks"]
+        share = 100 * image["present_chunks"] // image["chunks"]
+        shown = worker.run("image", "ls").stdout.decode()
+        return 0 < image["present_chunks"] == inspected and f"lazy {share}%" in shown
+
+    wait_for(all_say_the_same)
     with host(tmp_path) as other:
         assert other.json("image", "ls") == []
         assert other.json("image", "ls", "--server", origin) == worker.json("image", "ls", "--remote")
@@ -201,7 +215,7 @@ def test_a_server_that_is_gone(tmp_path: Path, layout: Path) -> None:
         started = time.monotonic()
         cold.error("run", "other:1", code=125)
         cold.error("mount", "other:1", str(tmp_path))
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < 30  # each after three seconds; a read goes on for twenty
         image = cold.json("image", "inspect", "box:v1")
         found = cold.json("image", "verify", "box:v1")
         assert found["sound"] and found["corrupt"] == [] and found["chunks"] == image["chunks"]

@@ -149,6 +149,7 @@ def trees(tmp_path: Path) -> list[Path]:
     return made
 
 
+@pytest.mark.timeout(1200)
 def test_nothing_referenced_is_lost(tmp_path: Path, trees: list[Path]) -> None:
     """Three processes at a time, two or three of them killed, until there were 200 kills."""
     dice, root = random.Random(20), tmp_path / "store"

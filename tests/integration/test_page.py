@@ -59,12 +59,12 @@ def test_the_way_around_by_keyboard(window: Browser, server: ChunkServer) -> Non
     window.open(server.url + "/")
     assert window.tab_to(lambda _: True).text == "Skip to the content"
     window.tab_to(lambda here: here.text == "Snapshots").send_keys("\n")
-    assert window.find("nav [aria-current=page]").text == "Snapshots"
+    window.until(lambda: window.find("nav [aria-current=page]").text == "Snapshots")
     window.tab_to(lambda here: here.text == "after-install").send_keys("\n")
-    assert window.path == "/snapshots/after-install"
+    window.until(lambda: window.path == "/snapshots/after-install")
     assert "pvisor snapshot pull after-install" in window.text
     window.tab_to(lambda here: here.text == "debian:12").send_keys("\n")
-    assert window.path == "/images/debian:12"
+    window.until(lambda: window.path == "/images/debian:12")
     window.until(lambda: " KiB" in window.find("dl.tiles").text and "Own" in window.find("dl.tiles").text)
     window.open(server.url + "/")
     window.tab_to(lambda here: here.tag_name == "input").send_keys("team app\n")

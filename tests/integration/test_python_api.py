@@ -163,7 +163,7 @@ def test_arguments_that_make_no_sense(run: Run, config: Config, given: dict[str,
     before = descriptors()
     with pytest.raises(ArgumentError):
         run(**{"argv": ["true"]} | given)
-    assert stages(config) == [] and descriptors() == before
+    assert stages(config) == [] and descriptors() <= before
 
 
 def test_only_host_is_the_hosts_network(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,10 +175,11 @@ def test_only_host_is_the_hosts_network(run: Run, monkeypatch: pytest.MonkeyPatc
         assert (shown == own) == is_own, net
 
 
-@pytest.mark.parametrize("script", ["echo begun; sleep 1000", "yes begun"])
+@pytest.mark.parametrize("script", ["echo begun; sleep 1000", "echo begun; sleep 3.6; exec yes begun"])
 def test_time_runs_out(run: Run, config: Config, script: str) -> None:
-    with pytest.raises(StageTimeoutError, match=r"within 0\.4 s") as late:
-        run(["sh", "-c", script], timeout_s=0.4, capture_output=True)
+    """The start counts too, and takes a busy host long: there is time for it, and little for output without end."""
+    with pytest.raises(StageTimeoutError, match=r"within 4\.0 s") as late:
+        run(["sh", "-c", script], timeout_s=4, capture_output=True)
     assert late.value.stdout.startswith(b"begun\n")
     assert stages(config) == []
 
@@ -192,7 +193,7 @@ def test_nothing_stays_open_and_the_image_is_given_back(run: Run, config: Config
         run(["no-such-program"], input=b"x", capture_output=True)
     with pytest.raises(StageTimeoutError):
         run(["sleep", "1000"], input=b"x" * 1_000_000, capture_output=True, timeout_s=0.1)
-    assert descriptors() == before
+    assert descriptors() <= before  # what an earlier test left may have been closed meanwhile
     wait_for(lambda: stopped(config))  # another stage of this host may hold the mount for the moment of its start
     assert run(["echo", "again"], capture_output=True).stdout == b"again\n"
 

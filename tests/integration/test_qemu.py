@@ -28,7 +28,8 @@ from vmm.qemu import Qemu
 pytestmark = [pytest.mark.qemu, pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(900)]
 COUNT = "(i=0; while :; do i=$((i+1)); echo $i > /tmp/count.new; mv /tmp/count.new /tmp/count; usleep 20000; done)"
 LIVES = """
-before=$(cat /tmp/count); sleep 0.5; after=$(cat /tmp/count); echo count $before $after; test $after -gt $before
+before=$(cat /tmp/count); n=0; while [ $(cat /tmp/count) -le $before ] && [ $n -lt 120 ]; do n=$((n+1)); sleep 0.5; done
+after=$(cat /tmp/count); echo count $before $after; test $after -gt $before
 test "$(dd if=/dev/vda bs=1 skip={at} count=4 2>&1 | head -c 4)" = mmmm && echo metadata
 test "$(dd if=/dev/vdb bs=1 skip={at} count=4 2>&1 | head -c 4)" = dddd && echo data
 ping -c 1 -W 5 10.0.2.2 > /dev/null && echo net
@@ -208,8 +209,8 @@ def test_the_end_of_qemu_ends_every_wait(
     spec = restored(*parked, tmp_path)
     with running(spec, tmp_path) as qemu:
         killer = threading.Timer(0.3, os.kill, (qemu.pid, number))
-        killer.start()
         monitor = qemu._connection(WAIT_S)
+        killer.start()
         with pytest.raises(QemuError, match=f"signal {int(number)}") as caught:
             monitor.event("NEVER", timeout_s=WAIT_S)
         assert not isinstance(caught.value, QemuTimeoutError)

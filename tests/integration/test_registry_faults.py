@@ -39,7 +39,6 @@ from tests.support.flaky import (
     whole,
     wrong_range,
 )
-from tests.support.registry import free_port
 
 pytestmark = pytest.mark.network
 LAYER = oci.make_tar(("data", random.Random(8).randbytes(2_000_000)))  # the same in every process that collects
@@ -108,7 +107,7 @@ def test_retry_after_is_bounded(server: Flaky) -> None:
     started = time.monotonic()
     with pytest.raises(RegistryError, match="answers 429 and asks to wait 3600 s"):
         pull(server)
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < QUICK.retry_after_cap_s
 
 
 def test_a_retry_after_that_means_nothing(server: Flaky) -> None:
@@ -389,12 +388,16 @@ def test_a_manifest_by_digest_is_verified(server: Flaky) -> None:
 
 
 def test_a_registry_that_is_down() -> None:
-    source = SourceName.parse(f"docker://127.0.0.1:{free_port()}/a:b")
-    with (
-        pytest.raises(RegistryError, match=r"can not be reached after 4 attempts: .*refused"),
-        open_image(source, retries=QUICK),
-    ):
-        pass
+    import socket
+
+    with socket.socket() as nobody:  # has the port, so that no other process gets it, and does not listen
+        nobody.bind(("127.0.0.1", 0))
+        source = SourceName.parse(f"docker://127.0.0.1:{nobody.getsockname()[1]}/a:b")
+        with (
+            pytest.raises(RegistryError, match=r"can not be reached after 4 attempts: .*refused"),
+            open_image(source, retries=QUICK),
+        ):
+            pass
 
 
 def test_a_registry_that_never_answers() -> None:

@@ -34,6 +34,7 @@ from tests.support.oci import make_tar, write_layout
 from tests.support.registry import run_registry
 from tests.support.synthetic import Synthetic, add_image
 
+pytest_plugins = ("tests.support.fetching",)
 pytestmark = pytest.mark.network
 QUICK = RetryPolicy(total_s=1.0, first_wait_s=0.02, longest_wait_s=0.1)
 
@@ -221,6 +222,7 @@ def test_every_route_is_described(server: ChunkServer, local: ChunkStore) -> Non
     assert ask(server, "GET", "/readyz")[::2] == (200, b"ok\n")
 
 
+@pytest.mark.usefixtures("no_hedges")
 def test_lazy_pull_is_one_request_and_reads_fetch_the_rest(
     server: ChunkServer, upstream: HttpUpstream, image: Synthetic, local: ChunkStore
 ) -> None:

@@ -234,8 +234,10 @@ def test_a_servers_conversion_is_seen_to_grow(
         handler.send_header("Content-Length", str(len(content.data)))
         handler.end_headers()
         for start in range(0, len(content.data), 1 << 20):
+            before, deadline = watcher.seen[-1:], time.monotonic() + 20
             handler.wfile.write(content.data[start : start + (1 << 20)])
-            time.sleep(0.3)
+            while watcher.seen[-1:] == before and time.monotonic() < deadline:
+                time.sleep(0.05)
 
     monkeypatch.setenv("PVISOR_HOME", str(tmp_path / "home"))
     watcher = Watcher()

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,9 +65,16 @@ def workers_of(store: Path) -> list[str]:
 def test_fifty_clients_of_two_servers_convert_once(tmp_path: Path, registry: HeldRegistry) -> None:
     with chunk_server(tmp_path / "store") as one, chunk_server(tmp_path / "store", workers=2) as other:
         found: list[tuple[str, str]] = []
+        joined = threading.Semaphore(0)
+
+        class Asking(HttpUpstream):
+            def convert(self, *arguments: Any, **options: Any) -> Job:
+                job = super().convert(*arguments, **options)
+                joined.release()
+                return job
 
         def client(server: ChunkServer) -> None:
-            with HttpUpstream(server.url, retry=QUICK) as upstream:
+            with Asking(server.url, retry=QUICK) as upstream:
                 source = SourceName.parse(registry.source)
                 done = convert_there(
                     upstream, source, name=ImageName.parse("app:v1"), platform=None, progress=_Silent()
@@ -78,6 +86,7 @@ def test_fifty_clients_of_two_servers_convert_once(tmp_path: Path, registry: Hel
             thread.start()
         with HttpUpstream(other.url, retry=QUICK) as upstream:
             until(lambda: _only(upstream), halfway)
+        assert all(joined.acquire(timeout=_WAIT_S) for _ in clients)  # none comes when the job has ended
         registry.go.set()
         for thread in clients:
             thread.join(_WAIT_S)

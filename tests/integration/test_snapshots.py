@@ -39,6 +39,7 @@ from tests.support.chunkserver import ChunkServer, ask, chunk_server
 from tests.support.snapshots import build_snapshot, disk_bytes
 from tests.support.store_images import block_bytes, build_image, name_image
 
+pytest_plugins = ("tests.support.fetching",)
 pytestmark = pytest.mark.network
 QUICK = RetryPolicy(total_s=1.0, first_wait_s=0.02, longest_wait_s=0.1)
 MEMORY = [*range(100, 164), *[None] * 400, *range(164, 200)]
@@ -129,6 +130,7 @@ def test_a_push_sends_what_the_server_lacks(tmp_path: Path, server: ChunkServer,
         assert store.refs.items() == []
 
 
+@pytest.mark.usefixtures("no_hedges")
 def test_a_lazy_pull_is_one_request_and_reads_fetch_the_rest(
     tmp_path: Path, server: ChunkServer, parent: SnapshotRecord
 ) -> None:

@@ -76,7 +76,8 @@ def test_failures_say_what_and_have_their_exit_codes(made: Host, worker: str) ->
 def test_what_runs_survives_park_and_resume_twice(made: Host) -> None:
     start(made, "life")
     opens = "echo $$ > /run/pid; exec 3>/root/open 4<>/root/gone; rm /root/gone"
-    counts = "i=0; while :; do i=$((i+1)); echo $i >&3; echo $i >&4; echo $i > /run/count; sleep 0.1; done"
+    count = "echo $i >&3; echo $i >&4; echo $i > /run/count.new; mv /run/count.new /run/count"
+    counts = f"i=0; while :; do i=$((i+1)); {count}; sleep 0.1; done"
     sh(made, "life", f"sh -c '{opens}; {counts}' > /dev/null 2>&1 &")
     gone = "/proc/$(cat /run/pid)/fd/4"
     sh(
@@ -179,6 +180,7 @@ def test_an_interrupt_while_booting_leaves_nothing(made: Host) -> None:
 def test_a_killed_command_leaves_a_state_that_ls_puts_in_order(made: Host) -> None:
     booting = made.start("vm", "run", "--name", "killed", "--memory", MEMORY, IMAGE)
     wait_until(lambda: (made.root / "run" / "vms" / "killed" / "qemu.live").exists())
+    booting.send_signal(signal.SIGSTOP)  # else it may have booted before anybody looks
     assert state(made, "killed") == "booting"
     before = qemus(made)
     booting.kill()

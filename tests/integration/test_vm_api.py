@@ -91,7 +91,8 @@ def test_a_process_in_a_vm_that_is_parked_goes_on_after_it(config: Config, vm: v
 
     def follow() -> None:
         try:
-            vm.exec(["sh", "-c", "echo > /run/began; sleep 3; echo done > /run/ended"], capture_output=True)
+            script = "echo > /run/began; until [ -e /run/end ]; do sleep 0.1; done; echo done > /run/ended"
+            vm.exec(["sh", "-c", script], capture_output=True)
         except VmInterruptedError as error:
             errors.append(error)
 
@@ -102,7 +103,7 @@ def test_a_process_in_a_vm_that_is_parked_goes_on_after_it(config: Config, vm: v
     thread.join(60)
     assert "parked" in str(errors[0])
     vm.resume()
-    vm.exec(["sh", "-c", "until [ -e /run/ended ]; do sleep 0.1; done"], timeout_s=60)
+    vm.exec(["sh", "-c", "> /run/end; until [ -e /run/ended ]; do sleep 0.1; done"], timeout_s=60)
 
 
 def test_run_is_a_vm_for_one_process(config: Config) -> None:

@@ -43,7 +43,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 def counting(made: Host) -> str:
     """A VM in which something goes on."""
     start(made, "counting")
-    sh(made, "counting", "(i=0; while :; do i=$((i+1)); echo $i > /run/count; sleep 0.05; done) > /dev/null 2>&1 &")
+    counts = "i=0; while :; do i=$((i+1)); echo $i > /run/count.new; mv /run/count.new /run/count; sleep 0.05; done"
+    sh(made, "counting", f"({counts}) > /dev/null 2>&1 & until [ -s /run/count ]; do sleep 0.05; done")
     return "counting"
 
 
@@ -53,7 +54,7 @@ def killed_at(made: Host, moment: str, *argv: str) -> None:
 
 
 def count(made: Host, name: str) -> int:
-    return int(sh(made, name, "cat /run/count") or b"0")
+    return int(sh(made, name, "cat /run/count"))
 
 
 def assert_goes_on(made: Host, name: str) -> None:

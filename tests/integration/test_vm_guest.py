@@ -114,7 +114,8 @@ def test_what_a_process_finds(plain: Path) -> None:
 def test_the_image_can_be_changed_and_has_a_loopback(plain: Path) -> None:
     assert sh(plain, "echo mine > /etc/image-file; rm -r /home; cat /etc/image-file; ls /").split()[0] == "mine"
     assert "home" not in sh(plain, "ls /").split()
-    script = "echo heard | nc -l -p 700 > /tmp/got & sleep 1; echo said | nc -w 2 127.0.0.1 700; wait; cat /tmp/got"
+    client = "until echo said | nc -w 20 127.0.0.1 700 2> /dev/null; do sleep 0.1; done"
+    script = f"echo heard | nc -l -p 700 > /tmp/got & {client}; wait; cat /tmp/got"
     assert sorted(sh(plain, script).split()) == ["heard", "said"]
 
 
@@ -195,7 +196,8 @@ def test_a_console_that_nobody_reads_holds_up_nothing(plain: Path) -> None:
 def test_a_panic_ends_the_vm(parts: AgentGuest, tmp_path: Path) -> None:
     with running(parts.spec(tmp_path), tmp_path) as qemu:
         wait_for_agent(tmp_path)
-        sh(tmp_path, "(sleep 1; echo c > /proc/sysrq-trigger) > /dev/null 2>&1 &")
+        # Not before this command's end is told.
+        sh(tmp_path, "(sleep 5; echo c > /proc/sysrq-trigger) > /dev/null 2>&1 &")
         ending, console = ended(qemu)
         assert ending.exit_code == 0
         assert "Kernel panic" in console
@@ -208,10 +210,11 @@ def test_power_off_leaves_the_disk_in_order(parts: AgentGuest, tmp_path: Path, w
         addresses = sh(tmp_path, "ip address show dev eth0; ip route; cat /etc/resolv.conf")
         for text in ("10.0.2.15/24", "default via 10.0.2.2", "nameserver 10.0.2.3", "02:00:00:00:00:07"):
             assert text in addresses
-        stubborn = "trap '' TERM; while :; do sleep 1; done"
-        polite = "trap 'echo ended > /root/polite; exit' TERM; while :; do sleep 0.1; done"
-        for script in (stubborn, polite):
-            sh(tmp_path, f'setsid sh -c "{script}" > /dev/null 2>&1 &')
+        stubborn = "trap '' TERM; > /run/stubborn; while :; do sleep 1; done"
+        polite = "trap 'echo ended > /root/polite; exit' TERM; > /run/polite; while :; do sleep 0.1; done"
+        for name, script in {"stubborn": stubborn, "polite": polite}.items():
+            started = f"until [ -e /run/{name} ]; do sleep 0.1; done"
+            sh(tmp_path, f'setsid sh -c "{script}" > /dev/null 2>&1 & {started}')
         sh(tmp_path, "echo kept > /root/kept; dd if=/dev/urandom of=/root/big bs=1M count=4 2> /dev/null")
         if way == "agent":
             with Agent.connect(tmp_path, timeout_s=HANG_S) as agent:

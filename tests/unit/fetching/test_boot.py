@@ -105,7 +105,7 @@ def test_frames_without_end_break_off_and_the_image_starts(
 def test_an_answer_that_does_not_end_breaks_off_and_the_rest_comes_singly(
     fetcher: Fetcher, image: Synthetic, monkeypatch: pytest.MonkeyPatch, shape: str
 ) -> None:
-    monkeypatch.setattr("imaged.fetching.bootstream._FIRST_LIMIT_S", 0.2)
+    monkeypatch.setattr("imaged.fetching.bootstream._FIRST_LIMIT_S", 1.5)
     go_on = threading.Event()
     frame = Frame.of(os.urandom(5000)).pack()
 

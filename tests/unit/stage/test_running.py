@@ -98,10 +98,11 @@ def test_a_new_start_waits_for_the_last_processes_of_a_killed_one(
     with stages.use("fix", image="id") as stage:
         pass
     running.record(stage.path, process.pid)
-    monkeypatch.setattr("stage.kept.stagelock.END_S", 0.05)
-    for start in (lambda: stages.use("fix", image="id").__enter__(), lambda: stages.drop("fix")):
-        with pytest.raises(StageBusyError, match="do not end"):
-            start()
+    with monkeypatch.context() as impatient:
+        impatient.setattr("stage.kept.stagelock.END_S", 0.05)
+        for start in (lambda: stages.use("fix", image="id").__enter__(), lambda: stages.drop("fix")):
+            with pytest.raises(StageBusyError, match="do not end"):
+                start()
     process.kill()
     with stages.use("fix", image="id"):
         pass

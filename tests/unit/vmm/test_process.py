@@ -138,12 +138,15 @@ def test_a_stranger_that_waits_learns_how_it_ended(tmp_path: Path) -> None:
 
 def test_the_ending_of_a_stranger_is_kept_for_later_commands(tmp_path: Path) -> None:
     """The starter is gone: what one who watched has learnt, or what QEMU's pid file tells."""
+    end = tmp_path / "end"
     start = (
         "import sys; from pathlib import Path; from vmm.process import Process;"
-        "print(Process.spawn(['/bin/sh', '-c', 'sleep 0.3; exit 7'], Path(sys.argv[1]), inherit=()).pid)"
+        "script = 'until [ -e \"$0\" ]; do sleep 0.05; done; exit 7';"
+        "print(Process.spawn(['/bin/sh', '-c', script, sys.argv[2]], Path(sys.argv[1]), inherit=()).pid)"
     )
-    subprocess.run([sys.executable, "-c", start, str(tmp_path)], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-c", start, str(tmp_path), str(end)], check=True, stdout=subprocess.DEVNULL)
     process = Process.attach(tmp_path)
+    end.touch()
     ending = process.wait(LONG_S)
     assert ending.exit_code in (7, None)  # None where the kernel does not tell
     assert last_ending(tmp_path) == ending
