@@ -51,7 +51,8 @@ from imaged.chunkstore.store import ChunkStore
 from imaged.config import Config
 from imaged.serving.denser import densify
 from scripts.debian import CACHE, TAG
-from tests.support.registry import free_port, run_registry
+from tests.support.ports import free_port
+from tests.support.registry import run_registry
 
 ROWS = (WARM, CACHED, WITH_PROFILE, DAEMON_INSIDE, WITHOUT_PROFILE, DOWNLOAD, PODMAN, PODMAN_WARM, CASYNC)
 IMAGES = tuple(dict.fromkeys(workload.image for workload in WORKLOADS))

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.debian import TAG, debian_layout
-from tests.support.registry import free_port, run_registry
+from tests.support.ports import free_port
+from tests.support.registry import run_registry
 
 REPOSITORY = "debian"
 

@@ -32,7 +32,7 @@ from bench.image import pvisor, pvisor_env
 from bench.wrk import RequestFile, get, post
 from imaged.chunkstore.store import ChunkStore
 from imaged.ids import ChunkId
-from tests.support.registry import free_port
+from tests.support.ports import free_port
 
 CLIENTS = (1, 16, 128)
 CHUNKS, CHUNK_BYTES, BATCH = 4096, 65536, 64

@@ -165,7 +165,7 @@ def test_window_size(host: Host) -> None:
 @pytest.mark.parametrize(("end", "status"), [("exit", 3), ("SIGTERM", 143), ("SIGKILL", 137)])
 def test_the_terminal_is_restored(host: Host, end: str, status: int) -> None:
     with Terminal(host, ["-i", "-t"], "sh", "-c", "echo up; read x; exit 3", under_shell=True) as terminal:
-        before = termios.tcgetattr(terminal.fd)
+        before = terminal.attributes
         terminal.expect(b"up")
         assert termios.tcgetattr(terminal.fd) != before
         if end == "exit":
@@ -178,7 +178,7 @@ def test_the_terminal_is_restored(host: Host, end: str, status: int) -> None:
 
 def test_a_failed_start_restores_the_terminal(host: Host) -> None:
     with Terminal(host, ["-i", "-t"], "no-such-program") as terminal:
-        before = termios.tcgetattr(terminal.fd)
+        before = terminal.attributes
         assert terminal.wait() == 127
         assert b"not found in the image" in terminal.output
         assert termios.tcgetattr(terminal.fd) == before
@@ -234,7 +234,7 @@ def test_a_terminal_in_a_joined_stage(host: Host) -> None:
     with host.started(["--stage", "s", "-i"], "sh", "-c", "echo up; cat", stdin=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"up\n"
         with Terminal(host, ["--join", "s", "-i", "-t"], "sh") as terminal:
-            before = termios.tcgetattr(terminal.fd)
+            before = terminal.attributes
             terminal.expect(b"# ")
             terminal.type(b"tty; sleep 1000 & \r")
             terminal.expect(b"/dev/pts/0")

@@ -39,6 +39,7 @@ from tests.support.chunkserver import ChunkServer, ask, chunk_server
 from tests.support.command import Host, host
 from tests.support.node import convert_tree, kill_daemon, wait_for
 from tests.support.parked import add_snapshot
+from tests.support.ports import free_port
 from tests.support.proxy import Passed, Proxy, proxy
 from tests.support.synthetic import Synthetic, add_image
 
@@ -438,7 +439,7 @@ def test_what_a_client_keeps_at_a_cache_is_kept_upstream(tmp_path: Path, monkeyp
 
 
 def test_caches_of_each_other_end_with_an_error(tmp_path: Path) -> None:
-    ports = free_ports(2)
+    ports = [free_port(), free_port()]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     paths = [f"/v1/chunks/{ChunkId.of(b'nowhere')}", "/v1/images/nowhere:1", "/v1/snapshots/nowhere"]
     with (
@@ -460,7 +461,7 @@ def test_caches_of_each_other_end_with_an_error(tmp_path: Path) -> None:
 def test_caches_of_each_other_that_also_ask_an_origin(
     origin: ChunkServer, front: Proxy, image: Synthetic, tmp_path: Path
 ) -> None:
-    ports = free_ports(2)
+    ports = [free_port(), free_port()]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     with (
         serving(tmp_path / "a", port=ports[0], upstreams=(urls[1], front.url)) as a,
@@ -474,11 +475,3 @@ def test_caches_of_each_other_that_also_ask_an_origin(
                 read_all(fetcher, image)
 
         list(pool.map(client, (a, b)))
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(closing(socket.socket())) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]

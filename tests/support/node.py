@@ -41,7 +41,7 @@ def kill_daemon(config: Config) -> None:
         wait_for(lambda: rundir.daemon_pid(config) != pid)
 
 
-def wait_for(done: Callable[[], object], wait_s: float = 20.0) -> None:
+def wait_for(done: Callable[[], object], wait_s: float = 60.0) -> None:
     deadline = time.monotonic() + wait_s
     while not done():
         assert time.monotonic() < deadline, "waited in vain"

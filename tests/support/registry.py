@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import socket
 import subprocess
 import tempfile
 import threading
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import parse_qs, urlsplit
+
+from tests.support.ports import free_port
 
 ISSUER, SERVICE = "pvisor-test-issuer", "pvisor-test-registry"
 USER, PASSWORD = "alice", "correct horse"
@@ -42,14 +43,6 @@ class Registry:
     def source(self, name: str) -> str:
         """The pVisor source name of an image here."""
         return f"docker://{self.address}/{name}"
-
-
-def free_port() -> int:
-    """A loopback port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager

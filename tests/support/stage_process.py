@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -72,13 +73,20 @@ class Terminal:
         self.output = b""
         shell = ["/bin/sh", "-c", '"$@"; echo "status $?"; sleep 30', "sh"] if under_shell else []
         words = [*shell, *host.command(options, command)]
+        ready, looked = os.pipe()
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
             try:
+                os.close(looked)
+                os.read(ready, 1)
                 os.chdir(REPOSITORY)
                 os.execv(words[0], words)
             finally:
                 os._exit(99)
+        self.attributes = termios.tcgetattr(self.fd)
+        """As they were before the runner changed them."""
+        os.close(ready)
+        os.close(looked)
 
     def __enter__(self) -> Terminal:
         return self
@@ -97,7 +105,7 @@ class Terminal:
     def type(self, keys: bytes) -> None:
         os.write(self.fd, keys)
 
-    def expect(self, text: bytes, timeout: float = 10) -> bytes:
+    def expect(self, text: bytes, timeout: float = 60) -> bytes:
         """Reads until `text` came; returns everything up to it and forgets that."""
         end = time.monotonic() + timeout
         while text not in self.output:
@@ -112,7 +120,7 @@ class Terminal:
         before, _, self.output = self.output.partition(text)
         return before
 
-    def wait(self, timeout: float = 10) -> int:
+    def wait(self, timeout: float = 60) -> int:
         """The exit code (negative: signal), while output is read on."""
         end = time.monotonic() + timeout
         while time.monotonic() < end:
@@ -129,7 +137,7 @@ class Terminal:
         raise AssertionError(f"still running after {timeout} s: {self.output!r}")
 
 
-def eventually(condition: Callable[[], bool], timeout: float = 10) -> None:
+def eventually(condition: Callable[[], bool], timeout: float = 60) -> None:
     end = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < end, f"not within {timeout} s"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
-from tests.support.registry import free_port
+from tests.support.ports import free_port
 
 ACCESS_KEY, SECRET_KEY = "test:tester", "swift-secret-Zq81"
 REGION = "us-east-1"
