@@ -124,7 +124,10 @@ class ServerConnection:
 
     def _broken(self, error: HttpBrokenError) -> UpstreamError:
         if isinstance(error, HttpCertificateError):
-            hint = "SSL_CERT_FILE names a PEM file with the authority that signed it, if it is one of your own"
+            hint = (
+                "SSL_CERT_FILE names a PEM file with the authority that signed it, if it is one of your own; a node "
+                "daemon that runs takes it after `pvisor node stop`"
+            )
             return UpstreamError(f"chunk server {self.url}: {error}", hint=hint)
         tls = "" if self.url.startswith("https:") else ", that it does not want https://"
         hint = f"check its URL{tls}, that it is running, and that it can be reached from here"
