@@ -178,14 +178,19 @@ def image_reader(store: ChunkStore, entry: catalog.Entry) -> Iterator[ChunkReade
 @contextmanager
 def snapshot_reader(store: ChunkStore, snapshot: Snapshot) -> Iterator[ChunkReader]:
     """As `image_reader`: memory, disk and image of a snapshot may be of different servers. ChunkError, FormatError."""
-    record = snapshot.record
     origins: list[str] = []
     if snapshot.ref is None or snapshot_origin(store, snapshot):
-        image = ImageRecord.parse(store.get(record.image))
-        roots = (record.memory, *record.block_images, image.metadata, image.data)
-        origins = [origin for root in roots if (origin := store.origins.get(root))]
-    with _reader(store, record.memory, list(dict.fromkeys(origins))) as reader:
+        origins = _part_origins(store, snapshot)
+    with _reader(store, snapshot.record.memory, origins) as reader:
         yield reader
+
+
+def _part_origins(store: ChunkStore, snapshot: Snapshot) -> list[str]:
+    """The servers that memory, disk and image of a snapshot came from. ChunkError, FormatError."""
+    record = snapshot.record
+    image = ImageRecord.parse(store.get(record.image))
+    roots = (record.memory, *record.block_images, image.metadata, image.data)
+    return list(dict.fromkeys(origin for root in roots if (origin := store.origins.get(root))))
 
 
 @contextmanager
@@ -225,15 +230,39 @@ def pull_snapshot(config: Config, text: str, *, lazy: bool, progress: Progress) 
             server = snapshot_origin(store, snapshot)
             if not server:
                 return Acquired(name=snapshot.label, id=snapshot.id)
+            if _is_own(snapshot):
+                return _complete_snapshot(store, snapshot, lazy=lazy, progress=progress)
         with _fetching(store, server) as (fetcher, tally):
 
             def attempt(upstream: HttpUpstream) -> PulledSnapshot:
                 last = fetcher.upstreams[-1].url
                 return pull(fetcher, upstream, text, lazy=lazy, progress=progress, tally=tally, last=last)
 
-            pulled = first(tiers(fetcher.upstreams, COMMAND_RETRY), attempt)
+            try:
+                pulled = first(tiers(fetcher.upstreams, COMMAND_RETRY), attempt)
+            except NotFoundError:
+                if not snapshots.knows(store, text) or not _is_own(snapshot := snapshots.find(store, text)):
+                    raise
+                return _complete_snapshot(store, snapshot, lazy=lazy, progress=progress)
             fetcher.drain(pulled.published)
     return Acquired(name=pulled.name, id=pulled.id, details=_counts(tally))
+
+
+def _is_own(snapshot: Snapshot) -> bool:
+    """It was made here, and no server has it: at most what it shares with what was pulled."""
+    return snapshot.ref is not None and not snapshot.ref.server
+
+
+def _complete_snapshot(store: ChunkStore, snapshot: Snapshot, *, lazy: bool, progress: Progress) -> Acquired:
+    """One of this host is here, but for what it shares with a parent or an image that was pulled lazily."""
+    counts: dict[str, int] = {}
+    if not lazy:
+        from imaged.transfer.snapshotpull import complete_snapshot
+
+        with _fetching(store, ",".join(_part_origins(store, snapshot))) as (fetcher, tally):
+            complete_snapshot(fetcher, snapshot, progress=progress, tally=tally)
+        counts = _counts(tally)
+    return Acquired(name=snapshot.label, id=snapshot.id, details=counts)
 
 
 def require_server(config: Config) -> str:

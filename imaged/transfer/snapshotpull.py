@@ -21,9 +21,13 @@ from imaged.profile import Profile
 from imaged.progress import NoProgress, Progress
 from imaged.reach import reachable_snapshot
 from imaged.record import ImageRecord
+from imaged.slices import slices
 from imaged.snapshot import STATE_LIMIT_BYTES, SnapshotRecord
+from imaged.snapshots import Snapshot
 from imaged.transfer.pull import fetch_all, later, lease
 
+_GROUP = 64
+"""Chunks that are asked for at once."""
 _SHORT_ID = 8
 """Digits that the start of an id has at least, as in `imaged.snapshots`."""
 
@@ -69,13 +73,44 @@ def pull_snapshot(
         if lazy:
             published = later(fetcher, leased, lambda: _publish(fetcher, found, image, profile, origin, origin))
         else:
-            fetcher.drain()
-            for root in (*found.record.block_images, image.metadata, image.data):
-                BlockImage.open(reader, root).preload()
-            chunks = list(reachable_snapshot(reader, found.id))
+            chunks = _all_chunks(fetcher, reader, found.id, found.record, image)
             fetch_all(fetcher, upstream, chunks, found.stored_bytes, reader, progress or NoProgress())
             _publish(fetcher, found, image, profile, "", origin)
     return PulledSnapshot(found.id, found.record, found.name, published)
+
+
+def complete_snapshot(
+    fetcher: Fetcher, snapshot: Snapshot, *, progress: Progress | None = None, tally: Tally | None = None
+) -> None:
+    """Have all chunks of a snapshot of this host in the fetcher's store: what it shares with a parent or an image that
+    was pulled lazily, and nobody has read. No server has the snapshot itself, so the fetcher has those of its parts.
+
+    UpstreamError, StoreError, ChunkMissingError.
+    """
+    store, progress, record = fetcher.store, progress or NoProgress(), snapshot.record
+    with store.lease(f"completing snapshot {snapshot.label}"):
+        reader = fetcher.reader(record.memory, tally or Tally())
+        image = ImageRecord.parse(reader.get(record.image))
+        chunks = _all_chunks(fetcher, reader, snapshot.id, record, image)
+        missing = store.missing(chunks)
+        progress.start(f"fetching {len(missing)} of {len(chunks)} chunks", None)
+        for some in slices(missing, _GROUP):
+            for data in reader.get_many(some).values():
+                store.put(data)
+                progress.advance(len(data))
+        store.flush()
+        store.snapshots.complete(snapshot.id)
+        store.refs.complete(record.image)
+
+
+def _all_chunks(
+    fetcher: Fetcher, reader: FetchingReader, id: ChunkId, record: SnapshotRecord, image: ImageRecord
+) -> list[ChunkId]:
+    """Every chunk of a snapshot; their leaves are fetched for that."""
+    fetcher.drain()
+    for root in (*record.block_images, image.metadata, image.data):
+        BlockImage.open(reader, root).preload()
+    return list(reachable_snapshot(reader, id))
 
 
 def _boot(

@@ -216,8 +216,9 @@ def test_pulled_by_id_it_has_its_name(tmp_path: Path, server: ChunkServer, paren
         assert pulled.details["requests"] == 1
 
 
-def test_a_child_made_on_another_host_comes_back(tmp_path: Path, server: ChunkServer, parent: SnapshotRecord) -> None:
-    """Host b has of the parent only what it read, and of the child's leaves those that it changed."""
+def child_on_b(tmp_path: Path, server: ChunkServer, parent: SnapshotRecord) -> tuple[SnapshotRecord, set[ChunkId]]:
+    """Made there from a parent that was pulled lazily: host b has of the parent only what it read, and of the child's
+    leaves those that it changed. With the chunks that are its own."""
     push(tmp_path, server, "parent")
     acquire.pull_snapshot(config(tmp_path, "b", server), "parent", lazy=True, progress=NoProgress())
     with ChunkStore.open(tmp_path / "a" / "store") as store:
@@ -233,6 +234,33 @@ def test_a_child_made_on_another_host_comes_back(tmp_path: Path, server: ChunkSe
         snapshots.publish(store, "child", child)
         found = snapshots.find(store, "child")
         assert found.ref is not None and found.ref.origin == server.url
+    return child, new
+
+
+@pytest.mark.parametrize("set_server", [True, False])
+def test_a_child_that_no_server_has_is_completed(
+    tmp_path: Path, server: ChunkServer, parent: SnapshotRecord, set_server: bool
+) -> None:
+    child, _ = child_on_b(tmp_path, server, parent)
+    at = config(tmp_path, "b", server if set_server else None)
+    assert acquire.pull_snapshot(at, "child", lazy=True, progress=NoProgress()).details == {}
+    with ChunkStore.open(tmp_path / "b" / "store") as store:
+        assert verify_snapshot(store, snapshots.find(store, "child"), NoProgress()).lazy
+    pulled = acquire.pull_snapshot(at, "child", lazy=False, progress=NoProgress())
+    assert (pulled.name, pulled.id) == ("child", child.id) and pulled.details["fetched_chunks"] > 50
+    server.stop()
+    with ChunkStore.open(tmp_path / "b" / "store") as store:
+        report = verify_snapshot(store, snapshots.find(store, "child"), NoProgress())
+        assert (report.sound, report.absent, report.lazy) == (True, 0, False)
+        assert whole(store, child.memory) == disk_bytes(LATER)
+    assert acquire.pull_snapshot(config(tmp_path, "b"), "child", lazy=False, progress=NoProgress()).details == {}
+    with pytest.raises(NotFoundError, match="no snapshot nothing"):
+        acquire.pull_snapshot(config(tmp_path, "b"), "nothing", lazy=False, progress=NoProgress())
+
+
+def test_a_child_made_on_another_host_comes_back(tmp_path: Path, server: ChunkServer, parent: SnapshotRecord) -> None:
+    child, new = child_on_b(tmp_path, server, parent)
+    with ChunkStore.open(tmp_path / "b" / "store", readonly=True) as store:
         before = store.df().chunks
     collect(tmp_path / "b" / "store")
     assert push(tmp_path, server, "child", host="b") == {"pushed_chunks": len(new)}
