@@ -8,6 +8,7 @@ https://www.qemu.org/docs/master/interop/qmp-spec.html
 from __future__ import annotations
 
 import json
+import os
 import select
 import socket
 import time
@@ -27,6 +28,9 @@ _END_S = 5.0
 class Monitor:
     """QEMU's control connection. QEMU serves one at a time, the next waits for its greeting. One thread at a time.
 
+    A command that was under way when its connection was closed is answered to the next connection: ids of commands tell
+    whose they are.
+
     `version` is the package of this QEMU build, else its version ("7.2.22").
     """
 
@@ -35,7 +39,7 @@ class Monitor:
         self._process = process
         self._buffer = bytearray()
         self._events: deque[dict[str, Any]] = deque(maxlen=_KEPT_EVENTS)
-        self._sequence = 0
+        self._own, self._sequence = os.urandom(4).hex(), 0
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.settimeout(timeout_s)
@@ -45,7 +49,7 @@ class Monitor:
             except (ConnectionRefusedError, FileNotFoundError, TimeoutError, BlockingIOError) as error:
                 raise self._no_monitor(path, error) from error
             self._socket.setblocking(False)
-            self.version = _version(self._receive(time.monotonic() + timeout_s, "its greeting"))
+            self.version = _version(self._receive_own(time.monotonic() + timeout_s, "its greeting"))
             self.execute("qmp_capabilities", timeout_s=timeout_s)
         except BaseException:
             self._socket.close()
@@ -54,8 +58,8 @@ class Monitor:
     def execute(self, command: str, arguments: dict[str, Any] | None = None, *, timeout_s: float) -> Any:
         """Run one command and return its answer. QemuError with QEMU's own words when it refuses.
 
-        After any other exception, be it that the caller was interrupted, the connection is closed: what was asked may
-        still happen, and its answer would be taken for that of the next command.
+        After any other exception, be it that the caller was interrupted, the connection is closed; what was asked may
+        still happen.
         """
         try:
             answer = self._ask(command, arguments or {}, time.monotonic() + timeout_s)
@@ -68,13 +72,14 @@ class Monitor:
 
     def _ask(self, command: str, arguments: dict[str, Any], deadline: float) -> dict[str, Any]:
         self._sequence += 1
-        message = {"execute": command, "arguments": arguments, "id": self._sequence}
+        asked = f"{self._own}-{self._sequence}"
+        message = {"execute": command, "arguments": arguments, "id": asked}
         self._send(json.dumps(message).encode() + b"\n", deadline, command)
         while True:
-            answer = self._receive(deadline, f"an answer to {command}")
+            answer = self._receive_own(deadline, f"an answer to {command}")
             if "event" in answer:
                 self._events.append(answer)
-            elif answer.get("id") != self._sequence:
+            elif answer.get("id") != asked:
                 raise QemuError(f"QEMU answered {answer!r} to {command}, which is not what was asked")
             else:
                 return answer
@@ -107,6 +112,13 @@ class Monitor:
                 self._poll(select.POLLOUT, deadline, f"QEMU to take {command}")
             except (BrokenPipeError, ConnectionResetError):
                 raise self._hung_up() from None
+
+    def _receive_own(self, deadline: float, what: str) -> dict[str, Any]:
+        """The next message that is not an answer to a command of an earlier connection."""
+        while True:
+            message = self._receive(deadline, what)
+            if "id" not in message or str(message["id"]).startswith(self._own):
+                return message
 
     def _receive(self, deadline: float, what: str) -> dict[str, Any]:
         """The next message. What QEMU said before it ended is still read."""

@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,13 @@ class FakeQemu:
         self.listener.listen()
         self.thread: threading.Thread | None = None
 
-    def serve(self, reply: Reply, *, greeting: dict[str, Any] = GREETING) -> None:
+    def serve(
+        self, reply: Reply, *, greeting: dict[str, Any] = GREETING, before: Sequence[dict[str, Any]] = ()
+    ) -> None:
         def run() -> None:
             connection, _ = self.listener.accept()
             with connection, connection.makefile("rb") as lines:
-                send(connection, greeting)
+                send(connection, *before, greeting)
                 for line in lines:
                     request = json.loads(line)
                     if request["execute"] == "qmp_capabilities":
@@ -117,7 +119,7 @@ def test_an_answer_in_pieces_is_one(fake: FakeQemu) -> None:
 
 
 def test_an_interrupt_ends_the_connection(fake: FakeQemu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else what was asked before would be answered to the next command."""
+    """What it asked is answered to nobody here."""
     asked = threading.Event()
     fake.serve(lambda request, connection: asked.set())
     monitor = fake.connect()
@@ -130,6 +132,19 @@ def test_an_interrupt_ends_the_connection(fake: FakeQemu, monkeypatch: pytest.Mo
     with pytest.raises(KeyboardInterrupt):
         monitor.execute("stop", timeout_s=LONG_S)
     assert monitor.closed
+
+
+def test_the_answer_to_a_command_of_an_earlier_connection_is_none(fake: FakeQemu) -> None:
+    """QEMU gives it to whoever is connected when the command is done, before or after the greeting."""
+    late = {"return": "of another", "id": "0badcafe-2"}
+
+    def reply(request: dict[str, Any], connection: socket.socket) -> None:
+        send(connection, late, {"error": {"desc": "of another, too"}, "id": 3}, answer(request, "own"))
+
+    fake.serve(reply, before=[late])
+    monitor = fake.connect()
+    assert (monitor.version, monitor.execute("cont", timeout_s=LONG_S)) == ("Debian 1:7.2", "own")
+    assert monitor.execute("stop", timeout_s=LONG_S) == "own"
 
 
 def test_no_answer_is_a_timeout_that_says_what_was_awaited(fake: FakeQemu) -> None:
