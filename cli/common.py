@@ -179,6 +179,11 @@ def printable(text: str) -> str:
     return text.translate(_CONTROLS)
 
 
+def _cell(text: str) -> str:
+    """In a table a line end would make a row."""
+    return printable(text).replace("\n", "\\x0a").replace("\t", "\\x09")
+
+
 def warn(message: str) -> None:
     """A line on stderr about something that did not stop the command."""
     print(f"pvisor: warning: {printable(message)}", file=sys.stderr)
@@ -186,7 +191,7 @@ def warn(message: str) -> None:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns of text, two spaces apart."""
-    rows = [[printable(cell) for cell in row] for row in rows]
+    rows = [[_cell(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

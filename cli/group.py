@@ -24,7 +24,7 @@ COMMANDS = {
     "token": ("cli.token", "Make, list and revoke a server's tokens."),
     "convert": ("cli.convert", "Turn an OCI image into a block image."),
     "pull": ("cli.convert", "Fetch an image, completely or lazily."),
-    "image": ("cli.image", "List, inspect, tag, remove, verify and export images."),
+    "image": ("cli.image", "List, inspect, tag, sign, push, remove, verify and export images."),
     "mount": ("cli.run", "Mount an image on a directory."),
     "umount": ("cli.run", "Unmount what `mount` mounted."),
     "run": ("cli.run", "Run a process in an image."),

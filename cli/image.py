@@ -217,8 +217,9 @@ def push(settings: Settings, name: str) -> None:
     with ChunkStore.open(settings.config.store) as store, command_upstream(server) as upstream:
         entry = catalog.find(store, name)
         with progress(settings) as line:
-            push_image(store, upstream, entry, line)
-    settings.emit({"name": entry.name, "id": str(entry.ref.record)}, f"{entry.name}  {entry.ref.record}")
+            sent = push_image(store, upstream, entry, line)
+    document = {"name": entry.name, "id": str(entry.ref.record), "pushed_chunks": sent}
+    settings.emit(document, f"{entry.name}  {entry.ref.record}")
 
 
 @image.command(short_help="Sign an image, here and at a server.")

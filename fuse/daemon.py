@@ -51,10 +51,12 @@ def serve(config: Config, ready: Any) -> None:
 def _lock_pid(config: Config) -> None:
     """Held until the process ends, however it ends. A daemon that is just ending is waited for."""
     path = rundir.pid_path(config)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with rundir.changing(path):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     rundir.lock(fd, path, wait_s=30.0)
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+    with rundir.changing(path):
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
 
 
 def _log_to(path: Path) -> None:

@@ -65,8 +65,23 @@ def make(config: Config) -> None:
         except OSError as error:
             if error.errno == errno.ENOTCONN:  # it is there, under the mount of a daemon that died
                 continue
-            hint = "set PVISOR_RUN to a directory you can write"
-            raise NodeError(f"can not make {error.filename}: {error.strerror}", hint=hint) from error
+            raise _unwritable(directory, error) from error
+
+
+@contextlib.contextmanager
+def changing(path: Path) -> Iterator[None]:
+    """For a block that makes or writes a file here. NodeError says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> NodeError:
+    hint = "set PVISOR_RUN to a directory you can write"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = "free space there, or set PVISOR_RUN to a larger file system"
+    return NodeError(f"can not make {path}: {error.strerror}", hint=hint)
 
 
 @contextlib.contextmanager
@@ -92,7 +107,8 @@ def looking(config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alone(path: Path, *, wait_s: float) -> Iterator[None]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with changing(path):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         lock(fd, path, wait_s=wait_s)
         yield

@@ -27,8 +27,9 @@ _UPLOAD_BYTES = 8 << 20
 _GROUP = 64
 
 
-def push_image(store: ChunkStore, upstream: HttpUpstream, entry: Entry, progress: Progress) -> None:
-    """Upload and name the image at the server. ChunkMissingError, UpstreamError; a repeated push sends the rest."""
+def push_image(store: ChunkStore, upstream: HttpUpstream, entry: Entry, progress: Progress) -> int:
+    """Upload and name the image at the server; how many chunks went. ChunkMissingError, UpstreamError; a repeated push
+    sends the rest."""
     hint = "the image is not complete here; `pvisor pull` fetches all of it"
 
     def send(server: HttpUpstream, missing: Sequence[ChunkId]) -> None:
@@ -36,7 +37,7 @@ def push_image(store: ChunkStore, upstream: HttpUpstream, entry: Entry, progress
 
     with store.keeping(f"pushing {entry.name}", [entry.ref.record]):
         chunks = list(reachable(store, entry.ref.record))
-        publish_complete(
+        return publish_complete(
             upstream,
             chunks,
             send,

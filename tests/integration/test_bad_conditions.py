@@ -19,6 +19,7 @@ from tests.support.bad import GZIP, PLAIN, SEED, image, listing, says, tree_of
 from tests.support.chunkserver import chunk_server
 from tests.support.command import Host, busybox_layout, host
 from tests.support.flaky import Content, run_flaky
+from tests.support.node import wait_for
 from tests.support.tars import archive, member
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse, pytest.mark.network]
@@ -64,6 +65,27 @@ def test_a_store_that_is_full(layout: Path, tmp_path: Path) -> None:
         subprocess.run(["mount", "-o", "remount,size=64m", str(home)], check=True)
         made.run("convert", f"oci:{tmp_path}/big:v1", "--name", "kept:v1")
         made.assert_sound()
+
+
+def test_a_run_directory_that_takes_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "host/run"
+    run.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(run)], check=True)
+    try:
+        with host(tmp_path / "host") as made:
+            with contextlib.suppress(OSError), (run / "ballast").open("wb", buffering=0) as file:
+                while file.write(bytes(4096)):
+                    pass
+            says(made.error("node", "start"), f"can not make {run}/node.pid: No space left", "free space there")
+            (run / "ballast").unlink()
+            # Once the daemon that did not start is gone.
+            wait_for(lambda: subprocess.run(["mount", "-o", "remount,ro", str(run)], check=False).returncode == 0)
+            says(made.error("node", "start"), f"can not make {run}/node.lock: Read-only", "set PVISOR_RUN")
+            subprocess.run(["mount", "-o", "remount,rw", str(run)], check=True)
+            made.run("node", "start")
+            made.run("node", "stop")
+    finally:
+        subprocess.run(["umount", "-l", str(run)], check=True)
 
 
 def test_a_store_that_is_read_only(layout: Path, tmp_path: Path) -> None:

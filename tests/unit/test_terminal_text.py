@@ -25,6 +25,13 @@ def test_tables_are_as_wide_as_they_are_shown() -> None:
     ]
 
 
+def test_a_line_end_in_a_cell_makes_no_row() -> None:
+    """Names and sources come from servers, and paths may have any byte."""
+    header, row = table(["NAME", "ID"], [["good\nfake\tbox:1", "aa"]]).splitlines()
+    assert row == r"good\x0afake\x09box:1  aa"
+    assert header.index("ID") == row.index("aa")
+
+
 def test_every_way_out(capsys: pytest.CaptureFixture[str]) -> None:
     warn(HOSTILE)
     report(HOSTILE, HOSTILE)
