@@ -60,8 +60,8 @@ class Config:
             from imaged.fetching.credentials import KNOWN
 
             KNOWN.learn(",".join(urls), environ["PVISOR_TOKEN"])
-        keys = require_signature or environ.get("PVISOR_REQUIRE_SIGNATURE", "").split(os.pathsep)
-        required = tuple(Path(key).absolute() for key in keys if str(key))
+        keys = require_signature or _required_keys(environ.get("PVISOR_REQUIRE_SIGNATURE") or "")
+        required = tuple(Path(key).absolute() for key in keys)
         return cls(
             home=Path(home).absolute(),
             run=Path(run).absolute(),
@@ -109,6 +109,17 @@ class Config:
 def server_urls(text: str) -> tuple[str, ...]:
     """The URLs in a list with commas, without trailing slashes, each once."""
     return tuple(dict.fromkeys(url for part in text.split(",") if (url := part.strip().rstrip("/"))))
+
+
+def _required_keys(text: str) -> list[str]:
+    """The paths in a list as PATH is one. A list of none would require nothing, and was not set for that."""
+    keys = [key for key in text.split(os.pathsep) if key]
+    if text and not keys:
+        raise InvalidNameError(
+            f"PVISOR_REQUIRE_SIGNATURE {text!r} names no key",
+            hint="give the PEM files of public keys, or unset it to require no signature",
+        )
+    return keys
 
 
 def _cache_max(text: str) -> int | None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NewType, Self
 
 from imaged.errors import FormatError, SignatureError
 from imaged.ids import ChunkId
+from imaged.regularfile import open_regular
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -110,7 +111,8 @@ class PublicKey:
     @classmethod
     def read(cls, path: Path) -> Self:
         """From a PEM file. OSError, SignatureError; needs no library, so that `run` starts quickly."""
-        _, begins, rest = _read(path).partition(_BEGIN)
+        with open_regular(path) as file:
+            _, begins, rest = file.read(_FILE_LIMIT_BYTES).partition(_BEGIN)
         body, ends, _ = rest.partition(_END)
         try:
             der = base64.b64decode(b"".join(body.split()), validate=True) if begins and ends else b""
@@ -144,7 +146,8 @@ class SigningKey:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-        raw = _read(path)
+        with open(path, "rb") as file:  # a pipe as well: who signs waits for what gives the key
+            raw = file.read(_FILE_LIMIT_BYTES)
         try:
             key = load_pem_private_key(raw, password=None)
         except TypeError:
@@ -223,9 +226,3 @@ class Trust:
             "the name was moved to another image, or the image was given another name",
             hint=f"find out who did that before you run it; if it is meant so, {again}",
         )
-
-
-def _read(path: Path) -> bytes:
-    """A key file; whatever is longer is none."""
-    with open(path, "rb") as file:
-        return file.read(_FILE_LIMIT_BYTES)

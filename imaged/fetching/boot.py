@@ -79,8 +79,7 @@ def boot(
     """The image as the server has it; its small chunks are then in the fetcher, and what its profile names is planned.
 
     `last` is the server that is believed to have all of an image which this one has in part.
-    NotFoundError, UpstreamError; SignatureError before anything of the image is taken; ChunkCorruptError, FormatError
-    for a bad record.
+    NotFoundError; UpstreamError, also for a bad record; SignatureError before anything of the image is taken.
     """
     known = _known(fetcher, name)
     here = known.name if known is not None else ""
@@ -104,13 +103,13 @@ def boot(
         origin = last if last and not image.complete else upstream.url
         _remember(fetcher, image, origin)
         fetcher.admit(stream.record_frame, tally)
-        unbroken = admit_all(fetcher, stream.first, f"image {name}", tally)
+        unbroken = admit_all(fetcher, stream.first, upstream.url, f"image {name}", tally)
         data = image.record.data
         profile = stream.profile or fetcher.store.profiles.get(data)
         if profile is not None and ahead is not None:
             if together and unbroken and stream.profile is not None:
                 kept = answer.pop_all()
-                ahead.plan(fetcher, lambda: _receive(fetcher, data, profile, tally, stream, kept))
+                ahead.plan(fetcher, lambda: _receive(fetcher, data, profile, tally, stream, kept, upstream.url))
             else:
                 ahead.plan(fetcher, lambda: _bring(fetcher, data, profile, tally))
         return Booted(image, stream.profile, origin)
@@ -173,8 +172,9 @@ def _receive(
     tally: Tally,
     stream: BootStream[RemoteImage],
     answer: contextlib.ExitStack,
+    url: str,
 ) -> None:
-    """Take what follows in the boot answer; what it does not bring is asked for."""
+    """Take what follows in the boot answer of the server at `url`; what it does not bring is asked for."""
     with answer:
         chunks = belonging(fetcher.reader(data, tally), data, profile.chunks).chunks
         expected = frozenset(chunks)
@@ -187,7 +187,7 @@ def _receive(
                         log.warning("image data %s: the server sends more than its profile may name", data)
                         return
                     if frame.id in expected:
-                        incoming.arrived(frame)
+                        incoming.arrived(frame, url)
             except UpstreamError as error:
                 log.info("image data %s: the chunks of its profile broke off: %s", data, error.message)
     fetcher.prefetch(chunks, tally, origin=fetcher.origin(data))
@@ -266,8 +266,8 @@ def _require_whole_name(image: RemoteImage, asked: str, here: str, url: str) -> 
         )
 
 
-def admit_all(fetcher: Fetcher, frames: Iterator[Frame], what: str, tally: Tally) -> bool:
-    """Take the first part of a boot answer; whether it did not break off.
+def admit_all(fetcher: Fetcher, frames: Iterator[Frame], url: str, what: str, tally: Tally) -> bool:
+    """Take the first part of the boot answer of the server at `url`; whether it did not break off.
 
     What is corrupt or missing is asked for again by what needs it, and then there are other servers to ask.
     """
@@ -277,7 +277,7 @@ def admit_all(fetcher: Fetcher, frames: Iterator[Frame], what: str, tally: Tally
                 try:
                     fetcher.admit(frame, tally)
                 except ChunkCorruptError as error:
-                    log.warning("%s", error.message)
+                    log.warning("%s: %s: %s", url, what, error.message)
     except UpstreamError as error:
         log.warning("%s: the first answer broke off, fetching the rest singly: %s", what, error.message)
         return False

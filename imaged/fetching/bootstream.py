@@ -85,7 +85,11 @@ class BootConnection(ServerConnection):
                 frame = self._read_frame(answer)
             if frame is None:
                 raise UpstreamRetryError(f"{self.url}: {what}: an empty answer")
-            found = parse(document, frame.open())
+            try:
+                found = parse(document, frame.open())
+            except (ChunkError, FormatError) as error:
+                hint = f"`pvisor {what.partition(' ')[0]} verify` there says whether the server's store is sound"
+                raise UpstreamError(f"{self.url}: {what}: {error.message}", hint=hint) from error
             rest = self._rest(answer)
             first = itertools.islice(rest, min(max(0, count - 1), _MOST_FRAMES))
             yield BootStream(found, profile, frame, self._bounded(first, call), rest)

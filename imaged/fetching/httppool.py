@@ -16,6 +16,7 @@ import select
 import socket
 import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -31,6 +32,9 @@ _HOST = re.compile(r"[A-Za-z0-9._:%-]+")
 def _tls_context() -> Any:
     import ssl  # 5 ms that a daemon with a server in its own network starts without
 
+    named = os.environ.get("SSL_CERT_FILE", "")
+    if Path(named).is_fifo():  # OpenSSL would wait for somebody who writes to it, and all who fetch would wait with it
+        raise InvalidNameError(f"SSL_CERT_FILE {named}: a pipe", hint="give a PEM file of authorities")
     return ssl.create_default_context()
 
 

@@ -40,13 +40,13 @@ class Incoming:
         self.hurry: Callable[[], None] = self.close
         self._fetcher, self._tally = fetcher, tally
 
-    def arrived(self, frame: Frame) -> None:
-        """Verify it, give it to who waits for it, store it in the background. A corrupt one is logged and left to those
-        who need it; a missing one, too."""
+    def arrived(self, frame: Frame, url: str) -> None:
+        """Verify what the server at `url` sent, give it to who waits for it, store it in the background. A corrupt one
+        is logged and left to those who need it; a missing one, too."""
         try:
             data = None if frame.header.codec is Codec.MISSING else frame.open()
         except ChunkCorruptError as error:
-            log.warning("%s", error.message)
+            log.warning("%s: %s", url, error.message)
             data = None
         if data is None:
             self._fetcher.release(self, [frame.id])

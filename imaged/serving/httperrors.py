@@ -57,6 +57,7 @@ STATUS: tuple[tuple[type[PvisorError], int], ...] = (
 )
 """The status of each error; the first that matches counts, anything else is 500."""
 REQUEST_ID = "X-Request-Id"
+_NAME = web.RequestKey("request_id", str)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DAMAGED_HINT = "at the server: `pvisor image verify NAME` drops damaged chunks; then upload or convert the image again"
 _BROKEN_OFF = 499
@@ -68,6 +69,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """An answer already begun is cut off instead, which a client notices."""
+    response = await _answer(request, handler)
+    if response.status >= 400 and not response.prepared:
+        response.headers[REQUEST_ID] = request_id(request)
+    return response
+
+
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     resource = request.match_info.route.resource
     if resource is not None:
         request[ROUTE] = resource.canonical
@@ -77,16 +85,15 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     except PvisorError as error:
         status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
-        number = _request_id(request)
         if isinstance(error, ChunkError):
-            log.error("%s %s: %s [request %s]", request.method, request.path, error.message, number)
+            _tell(request, error)
             message = f"the server's own store is damaged: {error.message}"
             hint = error.hint if isinstance(error, ChunkUnreadableError) else _DAMAGED_HINT
-            return _numbered(number, error_response(status, message, hint))
+            return error_response(status, message, hint)
         if status >= 500 and status not in _EXPECTED:
-            log.error("%s %s: %s [request %s]", request.method, request.path, error.message, number)
+            _tell(request, error)
         headers = error.headers if isinstance(error, AccessError) else None
-        return _numbered(number, error_response(status, error.message, error.hint, headers))
+        return error_response(status, error.message, error.hint, headers)
     except web.RequestPayloadError as error:
         return error_response(400, f"request body: {error}", "send it whole")
     except web.HTTPException as error:
@@ -104,9 +111,8 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except asyncio.CancelledError:
         raise
     except Exception:
-        number = _request_id(request)
-        log.exception("%s %s [request %s]", request.method, request.path, number)
-        return _numbered(number, error_response(500, "the server failed to answer", "its log says why"))
+        log.exception("%s %s [request %s]", request.method, request.path, request_id(request))
+        return error_response(500, "the server failed to answer", "its log says why")
 
 
 def error_response(status: int, message: str, hint: str, headers: dict[str, str] | None = None) -> web.Response:
@@ -114,12 +120,13 @@ def error_response(status: int, message: str, hint: str, headers: dict[str, str]
     return web.json_response(body, status=status, headers={"Cache-Control": "no-store", **(headers or {})})
 
 
-def _request_id(request: web.Request) -> str:
-    """What the client, or a balancer before us, calls this request; else a new name."""
-    given = request.headers.get(REQUEST_ID, "")
-    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(6)
+def _tell(request: web.Request, error: PvisorError) -> None:
+    log.error("%s %s: %s [request %s]", request.method, request.path, error.message, request_id(request))
 
 
-def _numbered(number: str, response: web.Response) -> web.Response:
-    response.headers[REQUEST_ID] = number
-    return response
+def request_id(request: web.Request) -> str:
+    """What the client, or a balancer before us, calls this request; else a name that it keeps."""
+    if _NAME not in request:
+        given = request.headers.get(REQUEST_ID, "")
+        request[_NAME] = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(6)
+    return request[_NAME]

@@ -12,8 +12,9 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from imaged.errors import PvisorError
+from imaged.regularfile import open_regular
 from imaged.serving.repeating import repeating
-from imaged.serving.watchedfiles import WatchedFiles
+from imaged.serving.watchedfiles import WatchedFiles, hint_of
 
 log = logging.getLogger(__name__)
 _LOOK_S = 1.0
@@ -75,10 +76,11 @@ def _reason(error: Exception) -> str:
 
 def _read(path: Path, option: str) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(_FILE_LIMIT_BYTES)
     except OSError as error:
-        raise PvisorError(f"{option} {path}: {error.strerror}", hint="give the PEM file of the pair") from error
+        hint = hint_of(error, "give the PEM file of the pair")
+        raise PvisorError(f"{option} {path}: {error.strerror}", hint=hint) from error
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from imaged.errors import NotFoundError, PvisorError
 from imaged.publish import published
-from imaged.serving.tokens import Token, parse_tokens, read_tokens
+from imaged.serving.tokens import Token, parse_tokens, read_text, read_tokens
 
 _NEW_MODE = 0o600
 _ID = re.compile(r"[0-9a-f]{8,64}")
@@ -62,11 +62,8 @@ def _changing(path: Path) -> Iterator[None]:
 
 
 def _text(path: Path) -> str:
-    """What is there, once it is known to be a sound token file; "" when there is none."""
-    if not path.exists():
-        return ""
-    read_tokens(path)
-    return path.read_text()
+    """What is there; "" when there is none."""
+    return read_text(path) if path.exists() else ""
 
 
 def _replace(path: Path, text: str) -> None:

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Self
 
 from imaged.errors import FormatError, InvalidNameError, PvisorError
-from imaged.serving.watchedfiles import WatchedFiles
+from imaged.regularfile import open_regular
+from imaged.serving.watchedfiles import WatchedFiles, hint_of
 
 log = logging.getLogger(__name__)
 _SECRET_PREFIX = "pvisor_"
@@ -216,26 +217,26 @@ class TokenFile:
 
 def read_tokens(path: Path) -> TokenSet:
     """PvisorError, FormatError."""
+    return parse_tokens(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    """What is in a token file, once nobody else can write to it. PvisorError, FormatError."""
     try:
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise PvisorError(f"token file {path} is not a file", hint="`pvisor token new --file F` makes one")
-            _refuse_writable(path, status)
+        with open_regular(path) as file:
+            _refuse_writable(path, os.fstat(file.fileno()))
             raw = file.read(_FILE_LIMIT_BYTES + 1)
     except OSError as error:
-        raise PvisorError(
-            f"token file {path}: {error.strerror}", hint="`pvisor token new --file F` makes one"
-        ) from error
+        hint = hint_of(error, "`pvisor token new --file F` makes one")
+        raise PvisorError(f"token file {path}: {error.strerror}", hint=hint) from error
     if len(raw) > _FILE_LIMIT_BYTES:
         raise FormatError(f"token file {path}", expected=f"at most {_FILE_LIMIT_BYTES} bytes", found="more")
     try:
-        text = raw.decode()
+        return raw.decode()
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         what = f"token file {path}, line {line}"
         raise FormatError(what, expected="UTF-8 text", found="other bytes", hint=_HINT) from None
-    return parse_tokens(text, str(path))
 
 
 def _refuse_writable(path: Path, status: os.stat_result) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import pwd
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,12 +45,29 @@ class WatchedFiles:
         log.warning("%s", found)
 
     def _tell(self, error: Exception) -> None:
-        problem = f"{error.message} ({error.hint})" if isinstance(error, PvisorError) else repr(error)
+        problem = error.message if isinstance(error, PvisorError) else repr(error)
+        if isinstance(error, PvisorError) and error.hint:
+            problem += f" ({error.hint})"
         if problem == self._problem:
             return
         self._problem = problem
         trace = None if isinstance(error, PvisorError) else error
         log.error("%s: %s", self._what, problem, exc_info=trace)
+
+
+def hint_of(error: OSError, instead: str) -> str:
+    """What to do about a file that can not be read; `instead` is for where there is no file of this kind."""
+    if isinstance(error, PermissionError):
+        return f"let {_user()} read it, and enter its directory: `chgrp` to a group of that user, and `chmod 0640`"
+    return instead if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EINVAL) else ""
+
+
+def _user() -> str:
+    user = os.geteuid()
+    try:
+        return f"user {pwd.getpwuid(user).pw_name}"
+    except KeyError:  # as in containers
+        return f"user id {user}"
 
 
 def _state(paths: tuple[Path, ...]) -> _State | None:

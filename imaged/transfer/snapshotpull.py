@@ -130,7 +130,7 @@ def _boot(
         origin = last if last and not found.complete else upstream.url
         _remember(fetcher, found.record.block_images, origin)
         fetcher.admit(stream.record_frame, tally)
-        admit_all(fetcher, stream.first, f"snapshot {name}", tally)
+        admit_all(fetcher, stream.first, upstream.url, f"snapshot {name}", tally)
         return found, stream.profile, origin
 
 

@@ -21,7 +21,7 @@ from imaged.errors import FormatError, PvisorError
 from imaged.jobs.job import Job, Kind
 from imaged.jobs.running import Jobs
 from imaged.serving.blocking import Blocking
-from imaged.serving.httperrors import STATUS
+from imaged.serving.httperrors import STATUS, request_id
 from imaged.web import imagepages, jobpages, snapshotpages, storepage
 from imaged.web.figures import Known, Sharing
 from imaged.web.frame import Page, problem, respond
@@ -266,7 +266,7 @@ class Site:
         foreign = isinstance(error, ForeignFormError)
         status = 403 if foreign else next((status for kind, status in STATUS if isinstance(error, kind)), 500)
         if status >= 500:
-            log.error("%s %s: %s", request.method, request.path, error.message)
+            log.error("%s %s: %s [request %s]", request.method, request.path, error.message, request_id(request))
         return respond(problem(_TITLES.get(status, "That failed"), error.message, error.hint, status), viewer)
 
     def _own(self, viewer: Viewer) -> _Own:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -411,6 +412,27 @@ def test_a_server_with_bad_tokens_says_so_and_ends(tmp_path: Path) -> None:
         text = host.error("serve", "--listen", "127.0.0.1:0", "--token-file", str(path))
         assert says in text
         assert "canary" not in text
+
+
+def test_a_pipe_in_place_of_the_token_file_stops_no_server(tmp_path: Path) -> None:
+    """To open one waits for somebody who writes to it, and the event loop would wait with it."""
+    tokens, log = write_tokens(tmp_path / "tokens"), tmp_path / "log"
+    with (
+        log.open("wb") as output,
+        chunk_server(tmp_path / "store", stderr=output, token_file=str(tokens.path)) as server,
+    ):
+        tokens.path.unlink()
+        os.mkfifo(tokens.path)
+
+        def is_noticed() -> bool:
+            assert ask(server, "GET", "/v1/images", **tokens.bearer("read"))[0] == 200
+            return "not a regular file" in log.read_text()
+
+        wait_for(is_noticed)
+        assert server.stop() == 0
+    host = Host(tmp_path)
+    for command in (("ls",), ("new", "--scope", "read"), ("revoke", "0123456789ab")):
+        assert "not a regular file" in host.error("token", *command, "--file", str(tokens.path))
 
 
 def test_options_that_travel_to_workers_have_no_secret(tmp_path: Path) -> None:

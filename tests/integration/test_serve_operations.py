@@ -181,6 +181,16 @@ def test_logs_are_json_and_tell_no_secrets(store: Path, tmp_path: Path) -> None:
         assert (code, headers["x-request-id"]) == (404, "from-balancer.1")
         code, headers, _ = ask(server, "GET", "/v1/images/none", X_Request_Id="no good id")
         assert (code, len(headers["x-request-id"])) == (404, 12)
+        assert "x-request-id" not in ask(server, "GET", "/healthz", **secret)[1]
+        for method, path, refused, more in (
+            ("GET", "/nothing/here", 404, {}),
+            ("PATCH", "/v1/gc", 405, {}),
+            ("POST", "/v1/chunks/missing", 413, {}),
+            ("POST", "/v1/leases", 415, {"Content_Encoding": "gzip"}),
+        ):
+            body = b"x" * (5 << 20) if refused == 413 else b"{}" if more else None
+            code, headers, _ = ask(server, method, path, body, **secret, **more)
+            assert (code, headers["x-request-id"]) == (refused, "from-balancer.1")
         server.stop()
     text = log.read_text()
     assert "sesame" not in text
@@ -192,6 +202,9 @@ def test_logs_are_json_and_tell_no_secrets(store: Path, tmp_path: Path) -> None:
     assert chunk["sent_bytes"] > Frame.of(DATA[0]).stored_bytes
     assert chunk["seconds"] >= 0
     assert {line.get("request_id") for line in lines if line.get("path") == "/v1/images/none"} >= {"from-balancer.1"}
+    for path in ("/nothing/here", "/v1/gc", "/v1/chunks/missing", "/v1/leases"):
+        assert answered[path]["request_id"] == "from-balancer.1"
+    assert "request_id" not in answered["/healthz"]
 
 
 def test_the_command_takes_the_options(store: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import errno
 import os
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from cryptography import x509
@@ -18,7 +20,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from imaged.chunkstore.store import ChunkStore
-from imaged.errors import PvisorError, UpstreamError
+from imaged.errors import InvalidNameError, PvisorError, UpstreamError
 from imaged.fetching.retry import RetryPolicy
 from imaged.fetching.upstream import HttpUpstream
 from imaged.serving.tls import ServerTls
@@ -125,6 +127,13 @@ def test_an_authority_that_is_not_known_is_refused_at_once(
                 images("https://localhost", server.port)
 
 
+def test_a_pipe_in_place_of_the_authorities_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "pipe"))
+    with pytest.raises(InvalidNameError, match=r"SSL_CERT_FILE .*: a pipe"):
+        HttpUpstream("https://localhost:1")
+
+
 def test_a_server_without_tls_says_what_is_wrong(tmp_path: Path, authority: Authority) -> None:
     with chunk_server(tmp_path / "store") as server, pytest.raises(UpstreamError, match="no TLS connection"):
         images("https://localhost", server.port)
@@ -137,13 +146,17 @@ def test_what_is_no_pair_is_refused(tmp_path: Path, authority: Authority) -> Non
     locked = tmp_path / "locked.key"
     command = ["openssl", "pkcs8", "-topk8", "-in", str(one[1]), "-out", str(locked), "-passout", "pass:canary"]
     subprocess.run(command, check=True, capture_output=True)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
     for certificate, key, says in (
         (one[0], two[1], "another certificate"),
         (one[0], locked, "has a password"),
         (one[1], one[1], "can not be used"),
         (one[0], tmp_path / "none", "No such file"),
-        (tmp_path, one[1], "directory"),
-        (Path("/dev/null"), one[1], "no PEM|can not be used"),
+        (tmp_path, one[1], "not a regular file"),
+        (Path("/dev/null"), one[1], "not a regular file"),
+        (pipe, one[1], "not a regular file"),
+        (one[0], pipe, "not a regular file"),
     ):
         with pytest.raises(PvisorError, match=says):
             ServerTls(certificate, key)
@@ -163,6 +176,38 @@ def test_half_a_renewal_changes_nothing(tmp_path: Path, authority: Authority, ca
     tls.reload()
     assert "was read again" in caplog.text
     assert after.decode() not in caplog.text
+
+
+@pytest.mark.parametrize("place", ["cert.pem", "key.pem"])
+def test_a_pipe_in_place_of_a_file_stops_nothing(
+    tmp_path: Path, authority: Authority, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    authority.sign(certificate, key)
+    tls = ServerTls(certificate, key)
+    (tmp_path / place).unlink()
+    os.mkfifo(tmp_path / place)
+    tls.reload()
+    assert "not a regular file" in caplog.text
+    assert "the certificate stays as it was" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["certificate", "key"])
+def test_a_file_that_the_user_of_the_server_can_not_read(
+    tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    files = {"certificate": tmp_path / "cert.pem", "key": tmp_path / "key.pem"}
+    authority.sign(files["certificate"], files["key"])
+
+    def opened(path: Path) -> BinaryIO:
+        if path == files[what]:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return path.open("rb")
+
+    monkeypatch.setattr("imaged.serving.tls.open_regular", opened)
+    with pytest.raises(PvisorError, match=f"{files[what]}: Permission denied") as caught:
+        ServerTls(files["certificate"], files["key"])
+    assert "chmod 0640" in caught.value.hint
 
 
 def test_the_command_wants_both_files() -> None:

@@ -21,6 +21,17 @@ def test_servers_are_asked_in_the_order_given() -> None:
         Config.resolve(server="http://a,rack:1", environ={})
 
 
+def test_a_required_signature_that_names_no_key_is_refused() -> None:
+    required = {
+        text: [str(path) for path in Config.resolve(environ={"PVISOR_REQUIRE_SIGNATURE": text}).require_signature]
+        for text in ("", "/a.pub", ":/a.pub:", "/a.pub:/b.pub")
+    }
+    assert required == {"": [], "/a.pub": ["/a.pub"], ":/a.pub:": ["/a.pub"], "/a.pub:/b.pub": ["/a.pub", "/b.pub"]}
+    for text in (":", "::"):
+        with pytest.raises(InvalidNameError, match=f"PVISOR_REQUIRE_SIGNATURE '{text}' names no key"):
+            Config.resolve(environ={"PVISOR_REQUIRE_SIGNATURE": text})
+
+
 def test_sizes() -> None:
     sizes = {
         "20G": 20 << 30,

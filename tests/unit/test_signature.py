@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -160,6 +161,18 @@ def test_files_that_are_no_such_keys(keys: KeyPair, tmp_path: Path) -> None:
     for missing in (PublicKey.read, SigningKey.read):
         with pytest.raises(FileNotFoundError):
             missing(tmp_path / "absent")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
+        with pytest.raises(OSError, match="not a regular file"):
+            PublicKey.read(path)
+    with pytest.raises(SignatureError, match="no private key"):
+        SigningKey.read(Path("/dev/zero"))
+
+
+def test_a_private_key_may_come_from_a_pipe(keys: KeyPair, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["sh", "-c", f"cat {keys.private} > {tmp_path}/pipe"]):
+        assert SigningKey.read(tmp_path / "pipe").public == PublicKey.read(keys.public)
 
 
 def test_what_a_command_says_of_keys_is_checked() -> None:

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,47 @@ def test_status_304_to_who_knows_nothing(fetcher: Fetcher) -> None:
 
     with raw_server(answer) as upstream, pytest.raises(UpstreamError, match="304"):
         pull_image(fetcher, upstream, "app:1", lazy=True)
+
+
+def flipped(frame: Frame) -> bytes:
+    raw = frame.pack()
+    return raw[:-1] + bytes([raw[-1] ^ 1])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"), [("bits", "do not match the id|zstd"), ("other", "expected id"), ("text", "image record")]
+)
+def test_a_record_that_is_not_what_it_should_be_names_the_server(
+    fetcher: Fetcher, image: Synthetic, wrong: str, says: str
+) -> None:
+    """As a failure of that server, so that the next one is asked."""
+    sound = image.record
+    sent = {
+        "bits": flipped(Frame.of(sound.to_bytes())),
+        "other": Frame.of(replace(sound, entries=sound.entries + 1).to_bytes()).pack(),
+        "text": Frame.of(b"no record").pack(),
+    }[wrong]
+
+    def answer(connection: socket.socket) -> None:
+        connection.sendall(head(sound, frames=1, length=len(sent)) + sent)
+
+    with raw_server(answer) as upstream, pytest.raises(UpstreamError, match=says) as caught:
+        pull_image(fetcher, upstream, "app:1", lazy=True)
+    assert caught.value.message.startswith(f"{upstream.url}: image app:1: ")
+    assert "pvisor image verify" in caught.value.hint
+
+
+def test_a_corrupt_chunk_of_a_boot_answer_names_the_server(
+    fetcher: Fetcher, image: Synthetic, caplog: pytest.LogCaptureFixture
+) -> None:
+    frames = Frame.of(image.record.to_bytes()).pack() + flipped(Frame.of(os.urandom(5000)))
+
+    def answer(connection: socket.socket) -> None:
+        connection.sendall(head(image.record, frames=2, length=len(frames)) + frames)
+
+    with raw_server(answer) as upstream:
+        assert pull_image(fetcher, upstream, "app:1", lazy=True).id == image.id
+    assert f"{upstream.url}: image app:1: chunk " in caplog.text
 
 
 def test_metadata_that_says_to_be_huge_is_refused_before_its_chunks_are_listed(

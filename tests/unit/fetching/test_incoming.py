@@ -61,7 +61,7 @@ def test_a_read_joins_what_is_promised(fetcher: Fetcher, store: ChunkStore, serv
     with fetcher.expect([chunk], mine) as incoming, ThreadPoolExecutor(1) as pool:
         read = pool.submit(fetcher.get, chunk, tally)
         until(lambda: joined(fetcher, chunk))
-        incoming.arrived(Frame.of(server.chunks[chunk]))
+        incoming.arrived(Frame.of(server.chunks[chunk]), server.url)
         assert read.result(10) == server.chunks[chunk]
     fetcher.drain()
     assert store.get(chunk) == server.chunks[chunk]
@@ -71,7 +71,11 @@ def test_a_read_joins_what_is_promised(fetcher: Fetcher, store: ChunkStore, serv
 
 @pytest.mark.parametrize("what", ["close", "corrupt", "missing", "silence"])
 def test_a_promise_that_is_not_kept_is_no_error_of_the_read(
-    fetcher: Fetcher, server: Crooked, what: str, monkeypatch: pytest.MonkeyPatch
+    fetcher: Fetcher,
+    server: Crooked,
+    what: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     if what != "silence":  # else a loaded host may seem silent, too
         monkeypatch.setattr("imaged.fetching.link.FIRST_HEDGE_S", 60.0)
@@ -85,9 +89,10 @@ def test_a_promise_that_is_not_kept_is_no_error_of_the_read(
             incoming.close()
         elif what == "corrupt":
             frame = Frame.of(server.chunks[chunk])
-            incoming.arrived(Frame(frame.header, frame.payload[:-1] + bytes([frame.payload[-1] ^ 1])))
+            incoming.arrived(Frame(frame.header, frame.payload[:-1] + bytes([frame.payload[-1] ^ 1])), server.url)
+            assert f"{server.url}: chunk {chunk}: stored bytes do not match" in caplog.text
         elif what == "missing":
-            incoming.arrived(Frame.missing(chunk))
+            incoming.arrived(Frame.missing(chunk), server.url)
         assert read.result(10) == server.chunks[chunk]
     incoming.close()
     assert (server.requests, tally.requests) == (1, 1)
@@ -99,7 +104,7 @@ def test_a_promise_that_is_silent_is_waited_for_once(fetcher: Fetcher, server: C
     with fetcher.expect(chunks, Tally()) as incoming:
         assert fetcher.get(chunks[0], Tally()) == server.chunks[chunks[0]]
         until(lambda: fetcher._flights == {})
-        incoming.arrived(Frame.of(server.chunks[chunks[1]]))
+        incoming.arrived(Frame.of(server.chunks[chunks[1]]), server.url)
         assert fetcher.get(chunks[1], Tally()) == server.chunks[chunks[1]]
     assert server.requests == 1
 

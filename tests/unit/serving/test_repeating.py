@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import pytest
 
@@ -160,14 +160,13 @@ def test_tokens_are_read_when_descriptors_are_free_again(tmp_path: Path, monkeyp
     path.chmod(0o600)
     file = TokenFile(path)
     path.write_text(new.line())
-    opened = Path.open
 
-    def none_left(self: Path, *arguments: Any, **options: Any) -> Any:
+    def none_left(path: Path) -> BinaryIO:
         raise OSError(24, os.strerror(24))
 
-    monkeypatch.setattr(Path, "open", none_left)
-    assert file.find(secret) is None
-    monkeypatch.setattr(Path, "open", opened)
+    with monkeypatch.context() as patched:
+        patched.setattr(tokens, "open_regular", none_left)
+        assert file.find(secret) is None
     assert file.find(secret) == new
 
 

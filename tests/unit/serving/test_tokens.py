@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import errno
 import os
 import stat
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -99,13 +101,58 @@ def test_changes_are_followed_and_broken_ones_keep_the_old(tmp_path: Path, caplo
 def test_a_server_does_not_start_with_a_bad_file(tmp_path: Path) -> None:
     with pytest.raises(PvisorError, match="No such file"):
         TokenFile(tmp_path / "none")
-    with pytest.raises(PvisorError, match="not a file"):
-        TokenFile(Path("/dev/null"))
+    for other in (Path("/dev/null"), tmp_path, pipe(tmp_path / "pipe")):
+        with pytest.raises(PvisorError, match="not a regular file") as caught:
+            TokenFile(other)
+        assert "pvisor token new" in caught.value.hint
     path = tmp_path / "tokens"
     path.write_text(LINE)
     path.chmod(0o620)
     with pytest.raises(PvisorError, match="0620"):
         TokenFile(path)
+
+
+def pipe(path: Path) -> Path:
+    """A FIFO that nobody writes to."""
+    os.mkfifo(path)
+    return path
+
+
+def test_a_pipe_in_place_of_the_file_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "tokens"
+    secret, token = Token.new(Scope.READ, namespace=None)
+    add_token(path, token)
+    file = TokenFile(path)
+    path.rename(tmp_path / "aside")
+    pipe(path)
+    assert file.find(secret) == token
+    assert "not a regular file" in caplog.text
+    with pytest.raises(PvisorError, match="not a regular file"):
+        add_token(path, token)
+    with pytest.raises(PvisorError, match="not a regular file"):
+        revoke_token(path, token.id)
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied"), "chmod 0640"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), "pvisor token new"),
+        (OSError(errno.EMFILE, "Too many open files"), ""),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_the_hint_is_of_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, hint: str
+) -> None:
+    def refuse(path: Path) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(module, "open_regular", refuse)
+    with pytest.raises(PvisorError, match=error.strerror) as caught:
+        read_tokens(tmp_path / "tokens")
+    assert hint in caught.value.hint
+    assert bool(hint) == bool(caught.value.hint)
 
 
 def test_a_file_keeps_what_is_in_it_and_its_mode(tmp_path: Path) -> None:
