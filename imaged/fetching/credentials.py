@@ -64,6 +64,7 @@ class Credentials:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._tokens: dict[Origin, str] = {}
+        self._has_learnt = False
 
     def __repr__(self) -> str:
         return f"Credentials({len(self._tokens)} servers)"
@@ -73,11 +74,16 @@ class Credentials:
         given = parse_given(servers, text)
         with self._lock:
             self._tokens.update(given)
+            self._has_learnt |= bool(_parts(text))
 
     def authorization(self, origin: Origin | None) -> str:
         """The header for requests to this server, "" when there is none."""
         secret = self._tokens.get(origin) if origin is not None else None
         return f"Bearer {secret}" if secret else ""
+
+    def lacks(self, origin: Origin | None) -> bool:
+        """Whether something was given, and no token for this server."""
+        return self._has_learnt and origin not in self._tokens
 
 
 KNOWN = Credentials()

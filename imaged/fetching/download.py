@@ -57,7 +57,8 @@ class Download:
         self._settled, self._fresh = settled, fresh
         self._call: Call | None = None
         self._cancelled = threading.Event()
-        self._requests = 0
+        self._urls: dict[str, None] = {}
+        """Of the servers that were asked."""
         self._corrupt: dict[ChunkId, ChunkCorruptError] = {}
         self._failure: UpstreamError | None = None
         self._retry_after_s = 0.0
@@ -112,8 +113,14 @@ class Download:
             return self._corrupt[chunk]
         if self._failure is not None:
             return UpstreamError(f"chunk {chunk}: {self._failure.message}", hint=self._failure.hint)
-        where = "neither in the local store nor at a chunk server" if self._requests else "not in the store"
-        return ChunkMissingError(chunk, where)
+        if not self._urls:
+            return ChunkMissingError(chunk)
+        return ChunkMissingError(
+            chunk,
+            f"neither in the local store nor at {', '.join(self._urls)}",
+            hint="a peer or a cache may have only a part: name a server that has all of it last, in --server or "
+            "PVISOR_SERVER",
+        )
 
     def _ask(self, server: HttpUpstream, arrived: Arrived) -> None:
         """One request, and one more for what came corrupt."""
@@ -135,7 +142,7 @@ class Download:
         """The ids that came corrupt."""
         suspects: list[ChunkId] = []
         came, failed, lied = 0, False, False
-        self._requests += 1
+        self._urls[server.url] = None
         self._asked()
         call = Call(fresh=self._fresh)
         self.server, self._call = server, call

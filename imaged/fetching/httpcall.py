@@ -72,6 +72,11 @@ class Call:
         with self._lock:
             self._socket = None
 
+    def give(self, seconds: float) -> None:
+        """From now on the answer may take so long."""
+        now_s = time.monotonic()
+        self.longest_s = now_s - (self.first_byte_s or now_s) + seconds
+
     def sent(self) -> None:
         self.sent_s = self.heard_s = time.monotonic()
 

@@ -20,6 +20,9 @@ from imaged.fetching.retry import RetryPolicy, UpstreamIncompleteError, Upstream
 from imaged.frame import HEADER_BYTES, Frame, FrameHeader
 
 JSON_LIMIT_BYTES = 64 << 20
+ANSWER_S = 60.0
+"""How long an answer may take from its first byte on, unless who asks says otherwise: most are a few kilobytes, and the
+timeout of the connection ends only those that bring nothing at all."""
 VIA = "Pvisor-Via"
 """The servers that a request came through, and that would ask it again if it came back to them."""
 _RETRY_STATUS = frozenset({408, 429, 500, 502, 503, 504})
@@ -104,6 +107,7 @@ class ServerConnection:
         call: Call | None = None,
     ) -> Iterator[Answer]:
         """One attempt. The connection goes back to the pool only when the whole answer was read."""
+        call = call or Call(longest_s=ANSWER_S)
         sent = dict(headers or ())
         if self.via:
             sent[VIA] = self.via
@@ -141,6 +145,11 @@ class ServerConnection:
             message, hint = str(document["error"]), str(document.get("hint", ""))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             message, hint = f"status {answer.status} for {path}", ""
+        if answer.status == 401 and KNOWN.lacks(self._origin):
+            hint = (
+                f"PVISOR_TOKEN has none for {self.url}: a token is for the servers of PVISOR_SERVER or --server, "
+                "or as URL=TOKEN for the one at that URL"
+            )
         if answer.status in _RETRY_STATUS:
             wait_s = answer.retry_after_s(self.retry.total_s)
             raise UpstreamRetryError(f"chunk server {self.url}: {message}", hint=hint, retry_after_s=wait_s)

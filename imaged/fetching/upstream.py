@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 from imaged.errors import ChunkMissingError, FormatError, UpstreamError
@@ -29,7 +29,11 @@ from imaged.snapshot import SnapshotRecord
 
 BATCH_LIMIT = 4096
 """Ids in one batch; the server refuses more."""
+FRAME_S = 120.0
+"""How long one frame, of at most a chunk, may take: a batch takes as long as the link needs for all of its frames."""
 _PROFILE_LIMIT_BYTES = 1 << 20
+S = TypeVar("S")
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -82,8 +86,11 @@ class HttpUpstream(BootConnection):
             return
         body = b"".join(chunks)
         kind = "application/octet-stream"
+        call = call or Call()
+        call.longest_s = FRAME_S
         with self._request("POST", "/v1/chunks/batch", body, kind, headers=headers, call=call) as answer:
             for chunk in chunks:
+                call.give(FRAME_S)
                 frame = self._read_frame(answer)
                 if frame is None or frame.id != chunk:
                     found = "the end of the answer" if frame is None else f"a frame of {frame.id}"
@@ -94,6 +101,8 @@ class HttpUpstream(BootConnection):
 
     def _fetch_one(self, chunk: ChunkId, headers: Mapping[str, str], call: Call | None) -> Frame:
         """A plain GET: one packet out, and what caches on the way understand."""
+        call = call or Call()
+        call.longest_s = FRAME_S
         with self._request("GET", f"/v1/chunks/{chunk}", headers=headers, accept_missing=True, call=call) as answer:
             if answer.status == 404:
                 answer.read(JSON_LIMIT_BYTES)
@@ -109,9 +118,18 @@ class HttpUpstream(BootConnection):
         absent: list[ChunkId] = []
         for start in range(0, len(chunks), BATCH_LIMIT):
             ids = [str(chunk) for chunk in chunks[start : start + BATCH_LIMIT]]
-            document = self._json("POST", "/v1/chunks/missing", {"ids": ids})
-            absent += [ChunkId.parse(str(text)) for text in document.get("missing", ())]
+            found = self._json("POST", "/v1/chunks/missing", {"ids": ids}).get("missing")
+            if not isinstance(found, list):
+                raise UpstreamError(f"chunk server {self.url}: it does not say which chunks are missing")
+            absent += self._parsed(lambda found: [ChunkId.parse(str(text)) for text in found], found)
         return absent
+
+    def _parsed(self, parse: Callable[[S], T], said: S) -> T:
+        """What this server said. UpstreamError, which names it, when that is not what this version knows."""
+        try:
+            return parse(said)
+        except FormatError as error:
+            raise UpstreamError(f"chunk server {self.url}: {error.message}") from error
 
     def upload(self, frames: Sequence[Frame]) -> None:
         """Store these frames at the server; it verifies each one. Sending them again does no harm."""
@@ -139,12 +157,12 @@ class HttpUpstream(BootConnection):
     # Images, snapshots and jobs
 
     def images(self) -> list[RemoteImage]:
-        document = self._json("GET", "/v1/images")
-        return [RemoteImage.parse(entry) for entry in document.get("images", ())]
+        """Those that can be parsed: what is not as this version knows it is left out, and logged."""
+        return self._listed("image", RemoteImage.parse)
 
     def image(self, name: str) -> RemoteImage:
         """By name or image id. NotFoundError, InvalidNameError."""
-        return RemoteImage.parse(self._json("GET", _image_path(name)))
+        return self._parsed(RemoteImage.parse, self._json("GET", _image_path(name)))
 
     @contextlib.contextmanager
     def boot(
@@ -183,20 +201,23 @@ class HttpUpstream(BootConnection):
         self._json("PUT", _image_path(name), {"id": str(chunk), **signed})
 
     def snapshots(self) -> list[RemoteSnapshot]:
-        """Those that can be parsed: what is not as this version knows it is left out, and logged."""
-        document = self._json("GET", "/v1/snapshots")
+        """As `images`."""
+        return self._listed("snapshot", RemoteSnapshot.parse)
+
+    def _listed(self, what: str, parse: Callable[[Mapping[str, Any]], T]) -> list[T]:
+        entries = self._json("GET", f"/v1/{what}s").get(f"{what}s")
         found = []
-        for entry in document.get("snapshots", ()):
+        for entry in entries if isinstance(entries, list) else ():
             try:
-                found.append(RemoteSnapshot.parse(entry))
+                found.append(parse(entry))
             except FormatError as error:
                 name = repr(entry.get("name"))[:140] if isinstance(entry, dict) else "one"
-                log.error("snapshot %s of %s is not listed: %s", name, self.url, error.message)
+                log.error("%s %s of %s is not listed: %s", what, name, self.url, error.message)
         return found
 
     def snapshot(self, name: str) -> RemoteSnapshot:
         """By name or id. NotFoundError, InvalidNameError."""
-        return RemoteSnapshot.parse(self._json("GET", _snapshot_path(name)))
+        return self._parsed(RemoteSnapshot.parse, self._json("GET", _snapshot_path(name)))
 
     def publish_snapshot(self, name: str, snapshot: ChunkId, *, replaces: ChunkId | Literal["*"] | None = None) -> None:
         """As `publish`, for a snapshot. UpstreamError also when the name stands for another than `replaces`, of which
@@ -213,10 +234,7 @@ class HttpUpstream(BootConnection):
                 return raw if answer.status == 200 else None
 
         raw = self._retry(attempt)
-        try:
-            return None if raw is None else Profile.parse(raw)
-        except FormatError as error:
-            raise UpstreamError(f"chunk server {self.url}: {error.message}") from error
+        return None if raw is None else self._parsed(Profile.parse, raw)
 
     def merge_profile(self, image: ChunkId, touched: Sequence[ChunkId]) -> None:
         """Add one recorded run to the server's profile of an image or snapshot."""
@@ -234,7 +252,7 @@ class HttpUpstream(BootConnection):
 
     def job(self, job: str) -> Job:
         """NotFoundError."""
-        return Job.parse(self.job_document(job))
+        return self._parsed(Job.parse, self.job_document(job))
 
     def job_document(self, job: str) -> dict[str, Any]:
         """All that the server says of a job. NotFoundError."""

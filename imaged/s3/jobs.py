@@ -6,6 +6,7 @@
 
 A document that waits or runs and was not written for long is of a server that is gone: another one takes the job over.
 Two that do so at once both convert, which does no harm; so do two that are asked for the same in the same moment.
+The end of a job that the bucket did not take is written again by its server until it does.
 """
 
 from __future__ import annotations
@@ -36,10 +37,13 @@ _IDLE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A document as it was listed."""
+    """A document as it was listed, and for how long it has been seen unwritten: by our clock, as that of the bucket is
+    heard of only when somebody writes. While the bucket does not answer nobody can, so a long time between two looks
+    counts as a usual one."""
 
     entry: Entry
     job: Job
+    silent_s: float = 0.0
 
 
 class BucketJobStore:
@@ -55,8 +59,6 @@ class BucketJobStore:
         self._is_deaf = False
         self._unshown: set[str] = set()
         """Of which it was said, since the bucket last took them."""
-        self._now_s = 0.0
-        """The bucket's own time, as last heard."""
 
     def submit(self, job: Job) -> Job:
         for other in self._others(fresh=True):
@@ -134,7 +136,7 @@ class BucketJobStore:
                 return False
             self._heard_s = self._clock()
             self._shown_s = {name: at_s for name, at_s in self._shown_s.items() if name in own}
-            self._unshown &= own.keys()
+            self._unshown &= own.keys() | self._seen.keys()
         for name in own:
             if self._is_due(name, _BEAT_S):
                 with contextlib.suppress(NotFoundError):
@@ -145,10 +147,20 @@ class BucketJobStore:
                 self._show(self._local.cancel(name))
             self._objects.delete(_cancel_key(name))
         for seen in list(self._seen.values()):
-            silent_s = self._now_s - seen.entry.modified_s
-            if not seen.job.finished and silent_s > GONE_S and self._local.state(seen.job.id) is None:
-                self._take_over(seen)
+            if not seen.job.finished:
+                self._settle(seen)
         return True
+
+    def _settle(self, seen: _Seen) -> None:
+        """A job that the bucket has as unfinished: it has ended here, which was not written, or its server is gone."""
+        try:
+            known = self._local.get(seen.job.id)
+        except NotFoundError:
+            if seen.silent_s > GONE_S:
+                self._take_over(seen)
+            return
+        if known.finished:
+            self._show(known)
 
     def _is_due(self, job: str, after_s: float) -> bool:
         with self._lock:
@@ -178,20 +190,23 @@ class BucketJobStore:
         """Read what has changed in the bucket; the jobs that somebody wants to end."""
         asked: set[str] = set()
         seen: dict[str, _Seen] = {}
+        with self._lock:
+            before, now_s = self._seen, self._clock()
+            since_s = min(now_s - self._looked_s, _IDLE_S)
         for entry in self._objects.list(PREFIX):
-            self._now_s = max(self._now_s, entry.modified_s)
             job, _, kind = entry.key.removeprefix(PREFIX).partition(".")
             if kind == "cancel":
                 asked.add(job)
             if kind != "json" or not is_job_id(job):
                 continue
-            known = self._seen.get(job)
+            known = before.get(job)
             if known is not None and known.entry.etag == entry.etag:
-                seen[job] = _Seen(entry, known.job)
+                is_silent = known.entry.modified_s == entry.modified_s
+                seen[job] = _Seen(entry, known.job, known.silent_s + since_s if is_silent else 0.0)
             elif (found := self._fetch(job)) is not None:
                 seen[job] = _Seen(entry, found)
         with self._lock:
-            self._seen, self._looked_s = seen, self._clock()
+            self._seen, self._looked_s = seen, now_s
         return asked
 
     def _fetch(self, job: str) -> Job | None:
@@ -211,7 +226,7 @@ class BucketJobStore:
             else:
                 self._shown_s[job.id] = self._clock()
         try:
-            self._now_s = max(self._now_s, self._objects.put(_key(job.id), json.dumps(job.to_document()).encode()))
+            self._objects.put(_key(job.id), json.dumps(job.to_document()).encode())
             self._unshown.discard(job.id)
         except StoreError as error:
             if job.id not in self._unshown:

@@ -19,8 +19,9 @@ import pytest
 from imaged.blockimage import BlockImage
 from imaged.chunkstore.store import ChunkStore
 from imaged.config import Config
-from imaged.errors import InvalidNameError, PvisorError, UpstreamError
+from imaged.errors import ChunkMissingError, InvalidNameError, PvisorError, UpstreamError
 from imaged.fetching.bootstream import BootStream
+from imaged.fetching.credentials import KNOWN
 from imaged.fetching.fetch import Fetcher, Tally
 from imaged.fetching.remote import Job, RemoteImage
 from imaged.fetching.retry import RetryPolicy
@@ -37,6 +38,7 @@ from tests.support.flaky import Content, Handler, run_flaky
 from tests.support.oci import digest, make_tar, write_layout
 from tests.support.registry import run_registry
 from tests.support.synthetic import Synthetic, add_image
+from tests.support.tokens import write_tokens
 
 pytestmark = pytest.mark.network
 QUICK = RetryPolicy(total_s=1.0, first_wait_s=0.02, longest_wait_s=0.1)
@@ -93,6 +95,63 @@ def test_a_record_that_is_none_is_not_the_clients_fault(tmp_path: Path) -> None:
         status, _, body = ask(server, "GET", "/v1/images/odd")
         assert (status, "odd:latest" in json.loads(body)["error"]) == (500, True)
         assert [image.name for image in upstream.images()] == ["whole:latest"]
+
+
+@pytest.mark.parametrize("what", ["image", "snapshot"])
+def test_what_is_no_entry_of_a_list_hides_no_other(
+    server: ChunkServer, image: Synthetic, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (sound,) = (
+        entry for entry in json.loads(ask(server, "GET", "/v1/images")[2])["images"] if entry["id"] == str(image.id)
+    )
+    with run_flaky() as liar, HttpUpstream(f"http://{liar.address}", retry=QUICK) as upstream:
+        listed = upstream.images if what == "image" else upstream.snapshots
+        entries = [{**sound, "id": "0" * 64}, 7, None, *([sound] if what == "image" else [])]
+        for found in (entries, None, 7):
+            body = json.dumps({f"{what}s": found}).encode()
+            liar.content[f"/v1/{what}s"] = Content(body, "application/json")
+            assert [entry.id for entry in listed()] == ([image.id] if what == "image" and found is entries else [])
+    assert [record.getMessage().partition(" of http")[0] for record in caplog.records] == [
+        f"{what} {sound['name']!r}",
+        f"{what} one",
+        f"{what} one",
+    ]
+
+
+def test_an_answer_that_is_none_names_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it reads as a fault of this host's own store."""
+    chunk, json_type = ChunkId.of(b"x"), "application/json"
+    with run_flaky() as liar, HttpUpstream(f"http://{liar.address}", retry=QUICK) as upstream:
+        liar.content["/v1/images/box:1"] = Content(b'{"id": "no id"}', json_type)
+        liar.content["/v1/snapshots/box"] = Content(b"{}", json_type)
+        liar.content["/v1/jobs/j1"] = Content(b'{"state": 7}', json_type)
+        liar.content[f"/v1/profiles/{chunk}"] = Content(b"no profile", "application/octet-stream")
+        for ask_for in (
+            lambda: upstream.image("box:1"),
+            lambda: upstream.snapshot("box"),
+            lambda: upstream.job("j1"),
+            lambda: upstream.profile(chunk),
+        ):
+            with pytest.raises(UpstreamError, match=f"^chunk server http://{liar.address}: "):
+                ask_for()
+        for found in (None, ["no id"]):
+            monkeypatch.setattr(upstream, "_json", lambda *_, found=found: {"missing": found})
+            with pytest.raises(UpstreamError, match=f"^chunk server http://{liar.address}: "):
+                upstream.missing([chunk])
+
+
+def test_a_token_that_is_for_another_server_is_told(tmp_path: Path) -> None:
+    """By the client, as the server only knows that there is none."""
+    tokens = write_tokens(tmp_path / "tokens")
+    KNOWN.learn("", "http://elsewhere.test:1=secret-canary")
+    with chunk_server(tmp_path / "store", token_file=str(tokens.path)) as server, HttpUpstream(server.url) as upstream:
+        with pytest.raises(UpstreamError, match="the request has none") as caught:
+            upstream.images()
+        assert f"PVISOR_TOKEN has none for {server.url}" in caught.value.hint
+        KNOWN.learn(server.url, "not-a-token")
+        with pytest.raises(UpstreamError, match="none of this server's") as caught:
+            upstream.images()
+    assert "has none" not in caught.value.hint
 
 
 @pytest.mark.parametrize("name", ["a\ud800", "a b", "", "../x"])
@@ -176,6 +235,28 @@ def test_a_pull_reports_the_name_it_was_asked_for(tmp_path: Path, monkeypatch: p
             assert (pulled.name, pulled.id) == (name, image.id)
         pulled = acquire.pull_image(config, str(image.id), lazy=True, platform=None, progress=NoProgress())
         assert pulled.name in ("a:1", "z:1", "registry.test/j:1")
+
+
+def test_a_whole_pull_from_a_peer_that_has_a_part_says_which_and_what_to_do(
+    server: ChunkServer, image: Synthetic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ChunkStore.open(tmp_path / "peer") as store, HttpUpstream(server.url) as upstream:
+        fetcher = Fetcher(store, [upstream])
+        pull_image(fetcher, upstream, "app:v1", lazy=True)
+        fetcher.drain()
+        fetcher.close()
+    monkeypatch.setenv("PVISOR_HOME", str(tmp_path / "home"))
+
+    def pull(servers: str) -> acquire.Acquired:
+        config = Config.resolve(server=servers)
+        return acquire.pull_image(config, "app:v1", lazy=False, platform=None, progress=NoProgress())
+
+    with chunk_server(tmp_path / "peer") as peer:
+        with pytest.raises(ChunkMissingError) as caught:
+            pull(peer.url)
+        assert peer.url in caught.value.message
+        assert "--server" in caught.value.hint
+        assert pull(f"{peer.url},{server.url}").id == image.id
 
 
 @pytest.mark.alone

@@ -32,6 +32,10 @@ def test_the_token_of_a_server(servers: str, given: str, url: str, sent: str) ->
     held = Credentials()
     held.learn(servers, given)
     assert held.authorization(origin_of(url)) == (f"Bearer {sent}" if sent else "")
+    assert held.lacks(origin_of(url)) == (not sent)
+    without = Credentials()
+    without.learn(servers, "")
+    assert not without.lacks(origin_of(url))
     assert "T" not in repr(held)
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from imaged.errors import BucketUnavailableError, NotFoundError
 from imaged.jobs.directorystore import DirectoryJobStore
-from imaged.jobs.job import Job
-from imaged.jobs.jobstore import JobEndedError
+from imaged.jobs.job import Job, State
+from imaged.jobs.jobstore import Claim, JobEndedError
 from imaged.s3.jobs import GONE_S, BucketJobStore
 from tests.support.memory_objects import MemoryObjects
 
@@ -18,16 +18,30 @@ class Servers:
     """Two servers, and their clock."""
 
     def __init__(self, root: Path) -> None:
-        self.objects, self.now_s = MemoryObjects(), 1000.0
-        self.one, self.other = (
-            BucketJobStore(DirectoryJobStore(self._made(root / name)), self.objects, lambda: self.now_s)
-            for name in ("one", "other")
-        )
+        self.objects, self.now_s, self._root = MemoryObjects(), 1000.0, root
+        self.one, self.other = self.started("one"), self.started("other")
 
-    @staticmethod
-    def _made(path: Path) -> Path:
-        path.mkdir()
-        return path
+    def started(self, name: str, *, running_limit: int = 2) -> BucketJobStore:
+        """A server of this name: the first, or again."""
+        (self._root / name).mkdir(exist_ok=True)
+        local = DirectoryJobStore(self._root / name, running_limit=running_limit)
+        return BucketJobStore(local, self.objects, lambda: self.now_s)
+
+    def refuse(self, *operations: str) -> None:
+        """The bucket does not answer these."""
+
+        def fail(operation: str, key: str) -> None:
+            if operation in operations:
+                raise BucketUnavailableError("no answer")
+
+        self.objects.before = fail
+
+    def taken_over(self, by: BucketJobStore) -> Claim | None:
+        """What this one claims once it has looked for a while at a bucket in which nobody writes."""
+        for _ in range(int(GONE_S / 30) + 1):
+            assert by.claim() is None
+            self.later(30)
+        return by.claim()
 
     def later(self, seconds: float) -> None:
         self.now_s += seconds
@@ -86,11 +100,7 @@ def test_what_a_server_that_is_gone_had_is_taken_over(servers: Servers) -> None:
     job = servers.one.submit(asked())
     claim = servers.one.claim()
     assert claim is not None
-    servers.later(GONE_S - 1)
-    assert servers.other.claim() is None
-    servers.later(GONE_S)
-    servers.objects.put("jobs/clock", b"")
-    taken = servers.other.claim()
+    taken = servers.taken_over(by=servers.other)
     assert taken is not None
     assert (taken.job.id, taken.job.starts) == (job.id, 2)
     taken.finish(Job.done)
@@ -140,17 +150,53 @@ def test_who_looks_at_the_jobs_often_keeps_the_server_from_nothing(servers: Serv
     claim.close()
 
 
-def test_who_took_a_job_over_may_be_gone_before_it_was_begun(tmp_path: Path) -> None:
-    servers = Servers(tmp_path)
+def test_who_took_a_job_over_may_be_gone_before_it_was_begun(servers: Servers) -> None:
     job = servers.one.submit(asked())
-    third = BucketJobStore(DirectoryJobStore(servers._made(tmp_path / "third"), running_limit=0), servers.objects)
-    for taker in (third, servers.other):
-        servers.later(GONE_S + 1)
-        servers.objects.put("jobs/clock", b"")
-        claim = taker.claim()
-        assert (claim is not None) == (taker is servers.other)
+    assert servers.taken_over(by=servers.started("third", running_limit=0)) is None
+    claim = servers.taken_over(by=servers.other)
     assert claim is not None
     assert (claim.job.id, claim.job.starts) == (job.id, 1)
+    claim.close()
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+@pytest.mark.parametrize("state", [State.DONE, State.CANCELLED])
+def test_an_end_that_the_bucket_did_not_take_is_written_when_it_does(
+    servers: Servers, state: State, is_restarted: bool
+) -> None:
+    job = servers.one.submit(asked())
+    claim = servers.one.claim()
+    assert claim is not None
+    assert servers.other.claim() is None
+    servers.refuse("put")
+    if state is State.CANCELLED:
+        servers.one.cancel(job.id)
+    claim.finish(Job.done)
+    claim.close()
+    servers.refuse()
+    if is_restarted:
+        servers.one = servers.started("one")
+    assert servers.other.get(job.id).state is State.RUNNING
+    for _ in range(8):
+        servers.later(30)
+        assert servers.one.claim() is servers.other.claim() is None
+    assert servers.other.get(job.id).state is state
+    assert servers.other.submit(asked()).id != job.id
+
+
+def test_an_outage_of_the_bucket_makes_nobody_gone(servers: Servers) -> None:
+    servers.one.submit(asked())
+    claim = servers.one.claim()
+    assert claim is not None
+    assert servers.other.claim() is None
+    servers.refuse("put", "get", "list")
+    for _ in range(10):
+        servers.later(GONE_S)
+        assert servers.one.claim() is servers.other.claim() is None
+    servers.refuse()
+    for _ in range(10):  # the other one is always the first to look
+        servers.later(30)
+        assert servers.other.claim() is servers.one.claim() is None
     claim.close()
 
 
