@@ -25,6 +25,8 @@ from vmm.errors import NOT_EXECUTABLE, NOT_FOUND, AgentError, AgentTimeoutError,
 ANSWER_TIMEOUT_S = 60.0
 """How long a question that takes the agent no time may wait: a VM can be paused while it is captured."""
 _ENTROPY_BYTES = 64
+_TAKEN = b"taken"
+"""A PING behind a signal; its answer says that the agent has taken both."""
 _EXHAUSTED = (
     "the guest has no memory or no process ids left: `pvisor vm ps` lists what runs, `pvisor vm kill` ends it; or boot "
     "one with more --memory"
@@ -58,6 +60,7 @@ class Agent:
 
     def __init__(self, link: AgentLink) -> None:
         self._link = link
+        self._heard_by: float | None = None
 
     @classmethod
     def connect(
@@ -123,8 +126,8 @@ class Agent:
 
         Returns when the program has ended and what it wrote is handed over; processes it left behind go on.
         VmCommandError (126, 127) when it can not be executed, VmSetupError for a user that is not there or a directory
-        that is not and can not be made, AgentError when the connection broke: the program then goes on if it was
-        started and the VM lives.
+        that is not and can not be made, AgentError when the connection broke, as when the agent was killed, or says
+        nothing for a minute after a signal: the program then goes on if it was started and the VM lives.
         """
         self._request(Kind.EXECUTE, _job(argv, env, cwd, user, timeout_s, stdin is not None, terminal))
         source = Input(stdin)
@@ -227,6 +230,8 @@ class Agent:
         until = time.monotonic() + timeout_s
         while True:
             for frame in self._link.turn(until - time.monotonic()):
+                if frame == (Kind.PONG, _TAKEN):
+                    continue
                 if frame.kind is kind:
                     return frame.payload
                 raise self._unexpected(frame)
@@ -241,6 +246,9 @@ class Agent:
         wait_s = None if until is None else until - time.monotonic()
         if wait_s is not None and wait_s <= 0:
             raise AgentTimeoutError("the agent did not end the job at its timeout: what became of it is not known")
+        if self._heard_by is not None:
+            left_s = self._heard_by - time.monotonic()
+            wait_s = left_s if wait_s is None else min(wait_s, left_s)
         others: dict[int, int] = {}
         if control is not None:
             others[control.fileno()] = select.POLLIN
@@ -249,11 +257,14 @@ class Agent:
                 wait_s = 0.0
             else:
                 others[source.descriptor] = select.POLLIN
-        frames = self._link.turn(wait_s, others)
+        frames = self._hear(self._link.turn(wait_s, others))
         if control is not None and control.fileno() in self._link.ready:
             for what, first, second in control.take():
                 if what == b"s":
                     self._link.send(Kind.SIGNAL, bytes([first]))
+                    self._link.send(Kind.PING, _TAKEN)
+                    if self._heard_by is None:
+                        self._heard_by = time.monotonic() + ANSWER_TIMEOUT_S
                 else:
                     self._link.send(Kind.WINDOW, agentproto.window_size(first, second))
         if (
@@ -264,6 +275,22 @@ class Agent:
             for piece in source.take():
                 self._link.send(Kind.STDIN, piece)
         return frames
+
+    def _hear(self, frames: list[Frame]) -> list[Frame]:
+        """Without what only says that a signal was taken. AgentTimeoutError when that is not said, nor anything else:
+        who sends one wants an end, also of a command whose guest hangs."""
+        if (Kind.PONG, _TAKEN) in frames:
+            self._heard_by = None
+        elif self._heard_by is not None:
+            now = time.monotonic()
+            if frames:
+                self._heard_by = now + ANSWER_TIMEOUT_S
+            elif now >= self._heard_by:
+                raise AgentTimeoutError(
+                    f"the agent took no signal in {ANSWER_TIMEOUT_S:g} s: what became of the command is not known",
+                    hint="the guest is paused or hangs: see pvisor vm ls and pvisor vm console",
+                )
+        return [frame for frame in frames if frame != (Kind.PONG, _TAKEN)]
 
     def _unexpected(self, frame: Frame) -> Exception:
         if frame.kind is not Kind.REFUSED:

@@ -20,7 +20,7 @@ from fuse import protocol
 from imaged.errors import FormatError
 from vmm import agentproto
 from vmm.agentproto import COMMAND_PORT_COUNT, PORT_COUNT, Frame, Incoming, Kind
-from vmm.errors import AgentBusyError, AgentError, AgentTimeoutError
+from vmm.errors import AgentBusyError, AgentError, AgentKilledError, AgentTimeoutError
 
 _PORT_POLL_S = 0.02
 _COMMAND_PORTS = range(COMMAND_PORT_COUNT)
@@ -41,6 +41,7 @@ class AgentLink:
         self._nonce = nonce
         self._outgoing = bytearray()
         self._poll = select.poll()
+        self._is_over = False
         self.ready: set[int] = set()
 
     @classmethod
@@ -73,8 +74,14 @@ class AgentLink:
     def turn(self, wait_s: float | None, others: Mapping[int, int] | None = None) -> list[Frame]:
         """Waits until frames can be read or written, an event of `others` (descriptor: poll events) or the time is up.
 
-        Returns the frames that came. AgentError when QEMU has closed the connection.
+        Returns the frames that came. AgentError when QEMU has closed the connection; AgentKilledError once all that an
+        agent had said before it was killed has been returned.
         """
+        if self._is_over:
+            raise AgentKilledError(
+                "the agent in the guest was killed, and another one began: what it was doing for this is not known",
+                hint="the guest runs on: try again",
+            )
         watched = dict(others or {})
         watched[self._connection.fileno()] = select.POLLIN | (select.POLLOUT if self._outgoing else 0)
         for descriptor, events in watched.items():
@@ -117,9 +124,14 @@ class AgentLink:
         if not data:
             raise _gone()
         try:
-            return self._incoming.feed(data)
+            frames = self._incoming.feed(data)
         except FormatError as error:
             raise AgentError(error.message, hint="the session with the guest is broken; try again") from error
+        for at, frame in enumerate(frames):
+            if frame.kind is Kind.BEGUN:
+                self._is_over = True
+                return frames[:at]
+        return frames
 
     def _greet(self, until: float, timeout_s: float, waiting: Callable[[], None] | None) -> None:
         """HELLO, again as long as the guest takes it and does not answer, until WELCOME.

@@ -21,6 +21,8 @@ COMMAND_PORT_COUNT = 8
 PORT_COUNT = COMMAND_PORT_COUNT + 1
 """With the last, on which pVisor itself speaks with the agent, whatever commands run."""
 NONCE_BYTES = 8
+NOBODY = bytes(NONCE_BYTES)
+"""The nonce of BEGUN, which an agent says before it knows any host's."""
 HELLO_MAGIC = b"\0\0\0\0pVisor hello"
 WELCOME_MAGIC = b"\0\0\0\0pVisor agent"
 GREETING = struct.Struct(">16s H 6x 8s 8s")
@@ -65,6 +67,7 @@ class Kind(IntEnum):
     ENDED = 0x46
     REFUSED = 0x47
     DONE = 0x48
+    BEGUN = 0x49
 
 
 class Frame(NamedTuple):
@@ -163,7 +166,10 @@ class Incoming:
         self.version = 0
 
     def feed(self, data: bytes) -> list[Frame]:
-        """The frames that are whole with these bytes. FormatError when the agent sends something else."""
+        """The frames that are whole with these bytes; BEGUN among them means that no session is left.
+
+        FormatError when the agent sends something else.
+        """
         self._data += data
         if self.agent_nonce is None and not self._find_welcome():
             return []
@@ -179,7 +185,8 @@ class Incoming:
             end = position + HEADER.size + length + NONCE_BYTES
             if len(self._data) < end:
                 break
-            if self._data[end - NONCE_BYTES : end] != self._nonce:
+            begun = kind == Kind.BEGUN and not length
+            if self._data[end - NONCE_BYTES : end] != (NOBODY if begun else self._nonce):
                 raise FormatError("a frame of the agent", expected="this session's nonce", found="another")
             payload = bytes(memoryview(self._data)[position + HEADER.size : end - NONCE_BYTES])
             frames.append(Frame(_kind(kind), payload))

@@ -21,6 +21,7 @@ from imaged.snapshot import Machine, SnapshotRecord
 from imaged.snapshots import Snapshot
 from imaged.transfer.acquire import snapshot_reader
 from vmm.disk import capture_disk
+from vmm.errors import VmSetupError
 from vmm.held import Held, disk_faults
 from vmm.memory import capture_memory, read_ahead
 from vmm.qemu import Qemu
@@ -110,7 +111,13 @@ def write_down(
     disk = None
     if record.disk_bytes:
         disk_below = below.disk if below is not None else None
-        disk = capture_disk(told, held.disk, disk_below, record.disk_bytes, before=parent.disk())
+        try:
+            disk = capture_disk(told, held.disk, disk_below, record.disk_bytes, before=parent.disk())
+        except OSError as error:
+            raise VmSetupError(
+                f"disk of VM {held.name!r}: {error.filename or held.disk}: {error.strerror}",
+                hint=f"its guest may have all of it still: copy out what you need with `pvisor vm exec {held.name}`",
+            ) from error
     return SnapshotRecord(
         image=ChunkId.parse(record.image),
         memory=memory.id,

@@ -13,9 +13,10 @@ VmError                     a virtual machine, or something about one
 +-- AgentError              the agent in the guest refused, failed or is not there
 |   +-- AgentTimeoutError   the agent did not answer in time
 |   +-- AgentBusyError      all of the guest's agent ports are in use
+|   +-- AgentKilledError    the agent was killed in the guest, and another one began
 +-- VmCommandError          the workload's program can not be executed (126) or does not exist (127)
 +-- VmTimeoutError          the workload took longer than it was given, and was ended (124)
-+-- VmInterruptedError      the VM was parked, or ended, while the workload ran in it
++-- VmInterruptedError      the VM was parked, or it or its agent ended, while the workload ran in it
 +-- VmArgumentError         what was asked for makes no sense (a ValueError, too; wrong usage for a command)
 """
 
@@ -95,6 +96,10 @@ class AgentBusyError(AgentError):
     """All agent ports of the guest are in use by other commands."""
 
 
+class AgentKilledError(AgentError):
+    """The agent was killed in the guest, and another one began: what it was doing is not known."""
+
+
 class VmCommandError(VmError):
     """The program could not be executed; `exit_code` is 126 or 127, as a shell gives them."""
 
@@ -114,7 +119,7 @@ class VmTimeoutError(VmError):
 
 
 class VmInterruptedError(VmError):
-    """The VM was parked, or ended, while the workload ran in it: its exit code is not known."""
+    """The VM was parked, or it or its agent ended, while the workload ran in it: its exit code is not known."""
 
     exit_code = SETUP_FAILED
 

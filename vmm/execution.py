@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from signal import SIGKILL
 
 from vmm import console
@@ -13,13 +12,12 @@ from vmm.control import Control
 from vmm.errors import (
     AgentBusyError,
     AgentError,
+    AgentKilledError,
     AgentTimeoutError,
-    QemuTimeoutError,
     VmError,
     VmInterruptedError,
     VmNotFoundError,
     VmSetupError,
-    VmStateError,
     VmTimeoutError,
 )
 from vmm.held import console_log
@@ -29,7 +27,6 @@ from vmm.workload import Workload
 
 _CONNECT_S = 30.0
 _ANSWER_S = 30.0
-_ENDING_S = 3.0
 _WORKED_ON_S = 600.0
 """A VM that is just parked or forked stands still for as long as that takes."""
 
@@ -50,7 +47,8 @@ def execute(
     """Run a process in a VM and return its exit code, 128 + N after signal N; see `vmm.agent.Agent.execute`.
 
     VmStateError when the VM does not run, VmCommandError (126, 127), VmSetupError for a user that is not there or a
-    directory that can not be made, VmTimeoutError, VmInterruptedError when the VM was parked or ended meanwhile.
+    directory that can not be made, VmTimeoutError, VmInterruptedError when the VM was parked, or it or its agent
+    ended meanwhile.
     """
     record = vms.get(name)
     if record.state != State.RUNNING:
@@ -83,8 +81,15 @@ def execute(
             )
     except (AgentTimeoutError, AgentBusyError):
         raise
+    except AgentKilledError as error:
+        hint = f"`pvisor vm ps {name}` lists it if it goes on"
+        raise VmInterruptedError(
+            f"the agent in VM {name!r} was killed while the command ran: how that ended is not known", hint=hint
+        ) from error
     except AgentError as error:
-        if not _has_ended(run):
+        from vmm.process import has_ended
+
+        if not has_ended(run):
             raise
         raise _gone(vms, name, started) from error
     if ended.timed_out:
@@ -143,7 +148,9 @@ def _speaking(vms: Vms, name: str) -> Iterator[Agent]:
         ) as agent:
             yield agent
     except AgentError as error:
-        if isinstance(error, AgentTimeoutError | AgentBusyError) or not _has_ended(run):
+        from vmm.process import has_ended
+
+        if isinstance(error, AgentTimeoutError | AgentBusyError | AgentKilledError) or not has_ended(run):
             raise
         raise _gone(vms, name, started=False) from error
 
@@ -167,23 +174,6 @@ def _require_going(vms: Vms, record: VmRecord) -> None:
         from vmm.survey import refusal
 
         raise refusal(vms, record, State.RUNNING)
-
-
-def _has_ended(run: Path) -> bool:
-    """Whether there is no QEMU, or it is ending: its sockets go before it does."""
-    from vmm.process import Process
-
-    try:
-        found = Process.attach(run)
-    except VmStateError:
-        return True
-    try:
-        found.wait(_ENDING_S)
-    except QemuTimeoutError:
-        return False
-    finally:
-        found.close()
-    return True
 
 
 def _gone(vms: Vms, name: str, started: bool) -> VmError:

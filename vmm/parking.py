@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from fuse import vmlease
@@ -24,7 +24,7 @@ from imaged.progress import NoProgress, Progress
 from imaged.snapshot import SnapshotRecord
 from vmm import recovery
 from vmm.capture import Parent, save_state, write_down
-from vmm.errors import VmError, VmStateError
+from vmm.errors import QemuError, VmError, VmStateError
 from vmm.held import Held
 from vmm.identity import hold_still, set_clock
 from vmm.naming import Naming
@@ -74,9 +74,11 @@ def park(vms: Vms, name: str, *, snapshot: str | None = None, progress: Progress
 def frozen(vms: Vms, name: str, *, progress: Progress | None = None) -> Iterator[Parked]:
     """A running VM written down for its forks, without a name; it goes on before the block begins, and no collection
     removes the snapshot before it ends."""
-    with _store(vms) as store, store.lease(f"forking VM {name}") as lease:
+    with ExitStack() as stack:
         with vms.hold(name) as held, _left_in_order(vms, held):
             _require_running(vms, held)
+            store = stack.enter_context(_store(vms))
+            lease = stack.enter_context(store.lease(f"forking VM {name}"))
             taken = _capture(vms, store, held, State.FORKING, None, progress or NoProgress())
             lease.keep(ChunkId.parse(taken.snapshot))
             recovery.undo_park(held)  # it goes on
@@ -86,14 +88,22 @@ def frozen(vms: Vms, name: str, *, progress: Progress | None = None) -> Iterator
 @contextmanager
 def _left_in_order(vms: Vms, held: Held) -> Iterator[None]:
     """An interrupt may come at any point of the block: what is then half done is finished, or undone, at once, and not
-    by the next command, for until then the guest would stand still."""
+    by the next command, for until then the guest would stand still. An error after which the VM runs on says so."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         if held.record.state in (State.PARKING, State.FORKING):
             with suppress(PvisorError):  # the next command tries again
                 recovery.settle(vms, held)
+        if held.record.state == State.RUNNING and isinstance(error, PvisorError):
+            _say_that_it_runs(held, error)
         raise
+
+
+def _say_that_it_runs(held: Held, error: PvisorError) -> None:
+    """Where nothing has been said of that yet, and the error is none of its state or its QEMU."""
+    if not isinstance(error, VmStateError | QemuError) and not error.hint.startswith(f"VM {held.name} "):
+        _add_hint(error, f"VM {held.name} runs on")
 
 
 def _store(vms: Vms) -> ChunkStore:
@@ -183,7 +193,7 @@ def _published(store: ChunkStore, held: Held, error: BaseException) -> str | Non
     except PvisorError as second:
         if isinstance(error, PvisorError):
             outcome = f"VM {held.name} stands still ({second.message}): `pvisor vm ls` lets it go on, or it is parked"
-            error.hint = f"{outcome}; {error.hint}" if error.hint else outcome
+            _add_hint(error, outcome)
         raise error from second
 
 
@@ -228,4 +238,8 @@ def _go_on(held: Held, qemu: Qemu, error: BaseException) -> None:
             with suppress(VmError):  # else the next command does
                 held.undo()
     if isinstance(error, PvisorError):
-        error.hint = f"{outcome}; {error.hint}" if error.hint else outcome
+        _add_hint(error, outcome)
+
+
+def _add_hint(error: PvisorError, outcome: str) -> None:
+    error.hint = f"{outcome}; {error.hint}" if error.hint else outcome

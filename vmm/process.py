@@ -34,6 +34,7 @@ _DEFAULTED = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, sign
 _KILLED_S = 20.0
 _PID_WRITTEN_S = 2.0
 _REAPED_S = 0.1
+_ENDING_S = 3.0
 _POLL_S = 0.002
 _LOG_TAIL_BYTES = 4096
 _TERMINATED = "terminating on signal"
@@ -188,6 +189,21 @@ def pid_of(run_dir: Path) -> int | None:
         return None
     os.close(found[1])
     return found[0]
+
+
+def has_ended(run_dir: Path) -> bool:
+    """Whether there is no QEMU, or it is ending: its sockets go before it does."""
+    try:
+        found = Process.attach(run_dir)
+    except VmStateError:
+        return True
+    try:
+        found.wait(_ENDING_S)
+    except QemuTimeoutError:
+        return False
+    finally:
+        found.close()
+    return True
 
 
 def is_stopped(pid: int) -> bool:

@@ -6,6 +6,7 @@ forks of a snapshot share them in the host's page cache.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -20,10 +21,10 @@ from imaged.progress import NoProgress, Progress
 from vmm import facts, identity, names, recovery
 from vmm.blocks import daemon_gone, require_device
 from vmm.capacity import check_count
-from vmm.errors import VmArgumentError, VmError
+from vmm.errors import AgentError, VmArgumentError, VmError
 from vmm.held import Held, disk_faults
 from vmm.machine import MachineSpec
-from vmm.process import alive
+from vmm.process import has_ended, last_ending
 from vmm.qemu import Qemu
 from vmm.record import State, VmRecord
 from vmm.source import base_name, open_snapshot
@@ -31,6 +32,7 @@ from vmm.vms import Vms
 from vmm.workload import taken
 
 _AGENT_S = 120.0
+_ENDED_HINT = "try again; `dmesg` says whether the host's kernel killed it for lack of memory"
 _AT_ONCE = 2 * (os.cpu_count() or 1) + 2
 
 
@@ -269,11 +271,16 @@ def _start(vms: Vms, held: Held, opened: OpenSnapshot, lease: int, device: int, 
         identity.give(held.run, held.name, mac=mac, timeout_s=_AGENT_S)
     except OSError as error:  # device state, of the daemon's files as well
         raise daemon_gone(str(error.filename), error) from error
-    except VmError:
-        if not alive(held.run):
-            require_device(vms.config)  # it may have died of a daemon that is gone,
-            node.check_snapshot(vms.config, opened.id)  # or of memory that can not be read: that chunk is named then
-        raise
+    except VmError as error:
+        if not has_ended(held.run):
+            raise
+        if require_device(vms.config) != device:  # it may have died of a daemon that is gone,
+            raise daemon_gone(str(vms.config.blocks), OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))) from error
+        node.check_snapshot(vms.config, opened.id)  # or of memory that can not be read: that chunk is named then
+        ending = last_ending(held.run)
+        if ending is None or not isinstance(error, AgentError):  # which knows of its connection only
+            raise
+        raise ending.error(f"QEMU ended when VM {held.name!r} began to run", hint=_ENDED_HINT) from error
     held.save(state=State.RUNNING, network=machine.network)  # not before: a parked VM that is not resumed keeps its own
 
 

@@ -40,6 +40,8 @@ _GAVE_UP_S = 1.0
 """The kernel asks once more, at once, for a page that could not be read: it shall not wait as long again."""
 _LONG_WAIT_S = 1.0
 _GIVEN_UP = 1024
+_DAMAGED = 1024
+"""Chunks remembered as found damaged here: the store drops them, and they would be called missing from then on."""
 _GUESSES = 8192
 """Chunks remembered as taken along and not yet read."""
 
@@ -48,7 +50,8 @@ class Fetcher:
     """Memory, then the local store, then the servers in order. Threads may share it; make it after any fork.
 
     Each chunk is verified before anyone sees it. One that a server sends wrong is asked for once more, then from the
-    next server, then it is ChunkCorruptError. What was fetched is stored in the background (`Keeper`).
+    next server, then it is ChunkCorruptError, as is one that was damaged here and that nobody else has. What was
+    fetched is stored in the background (`Keeper`).
 
     Requests are made by threads of their own (`Trips`); who wants a chunk waits for its flight.
     """
@@ -73,6 +76,7 @@ class Fetcher:
         self._flights: dict[ChunkId, Flight] = {}
         self._guesses: dict[ChunkId, Neighbourhood] = {}
         self._given_up: dict[ChunkId, tuple[float, UpstreamError]] = {}
+        self._damaged: dict[ChunkId, str] = {}
         self._trips = Trips(self._lock, self.routes, self._retry, deliver=self.deliver, settle=self._settle)
         self._prefetches = Workers(_MOST_PREFETCHES, "prefetch")
         self._running: set[Prefetch] = set()
@@ -158,8 +162,18 @@ class Fetcher:
         """The local store's copy. One that is lost or damaged is the concern of who needs it."""
         try:
             return self.store.get(chunk)
-        except (ChunkMissingError, ChunkCorruptError, StoreError):
-            return None
+        except ChunkCorruptError as error:
+            self._note_damage(error)
+        except (ChunkMissingError, StoreError):
+            pass
+        return None
+
+    def _note_damage(self, error: ChunkCorruptError) -> None:
+        """For who needs the chunk, if nobody else has it."""
+        with self._lock:
+            self._damaged[error.chunk] = error.message.removeprefix(f"chunk {error.chunk}: ")
+            while len(self._damaged) > _DAMAGED:
+                del self._damaged[next(iter(self._damaged))]
 
     def resolve(
         self,
@@ -224,6 +238,8 @@ class Fetcher:
                 absent.append(flight)
             except (ChunkCorruptError, StoreError) as error:
                 log.warning("local copy: %s", error.message)
+                if isinstance(error, ChunkCorruptError):
+                    self._note_damage(error)
                 absent.append(flight)
             else:
                 self.store.uses.touch((flight.chunk,))
@@ -235,6 +251,10 @@ class Fetcher:
         with self._lock:
             if flight.settled:
                 return
+            if data is not None:
+                self._damaged.pop(flight.chunk, None)
+            elif isinstance(error, ChunkMissingError) and flight.chunk in self._damaged:
+                error = ChunkCorruptError(flight.chunk, f"{self._damaged[flight.chunk]}; nobody else has it")
             flight.settled, flight.data, flight.error = True, data, error
             if flight.along is not None:
                 flight.along.coming -= 1

@@ -96,6 +96,15 @@ def test_memory_that_is_damaged_where_nothing_was_looked_at_ends_the_vm(made: Ho
         store.put(whole)
         store.flush()
         made.run("node", "stop")
+        first = profile.chunks[-1]
+        kept = store.get(first)
+        damage(store, first)
+        for _ in range(2):  # the store has dropped it by then
+            told = made.error("vm", "resume", "base", "--name", "never")
+            assert f"chunk {first}: damaged in pack" in told
+        store.put(kept)
+        store.flush()
+        made.run("node", "stop")
         damage(store, chunk)
     made.run("vm", "resume", "base", "--name", "doomed")
     assert sh(made, "doomed", "echo up") == b"up\n"

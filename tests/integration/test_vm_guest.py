@@ -17,7 +17,7 @@ from tests.support.agentguest import AgentGuest, running
 from vmm import recovery
 from vmm.agent import Agent
 from vmm.disk import create_disk
-from vmm.errors import AgentError
+from vmm.errors import AgentError, AgentKilledError
 from vmm.guest.kernel import kernel_arguments
 from vmm.machine import MIB, MachineSpec
 from vmm.process import Ending
@@ -144,6 +144,26 @@ def test_an_agent_that_is_killed_comes_back(plain: Path) -> None:
         session.execute(["/bin/true"], stdout=lambda _: None, stderr=lambda _: None, timeout_s=5)
     wait_for_agent(plain)
     assert sh(plain, find).split()[0] != agent
+
+
+def test_who_follows_a_command_learns_that_the_agent_was_killed(plain: Path) -> None:
+    """Without a timeout, and with output that nobody has read yet; the command goes on."""
+    find = "for d in /proc/[0-9]*; do if grep -q '^perl' $d/comm; then echo ${d#/proc/}; fi; done 2> /dev/null"
+    agent = sh(plain, find).split()[0]
+    said = bytearray()
+    script = f"head -c 300000 /dev/zero; kill -9 {agent}; exec sleep 1234"
+    with Agent.connect(plain, timeout_s=HANG_S) as session, pytest.raises(AgentKilledError):
+        session.execute(["/bin/sh", "-c", script], stdout=said.extend, stderr=said.extend)
+    assert len(said) <= 300_000
+    assert not any(said)
+    with Agent.connect(plain, timeout_s=HANG_S, control=True) as asking:
+        (left,) = (one for one in asking.processes()[0] if one.argv == ("sleep", "1234"))
+        assert not left.followed
+        with pytest.raises(AgentKilledError), Agent.connect(plain, timeout_s=HANG_S) as session:
+            session.execute(["/bin/sh", "-c", "kill -9 -1"], stdout=said.extend, stderr=said.extend)
+        with pytest.raises(AgentKilledError):
+            asking.identify(hostname="again")
+    wait_for_agent(plain)
 
 
 def console(run: Path, text: bytes, until: bytes) -> bytes:

@@ -112,6 +112,14 @@ def test_an_exec_that_has_not_begun_ends_by_a_signal(made: Host, lost: str) -> N
     waiting.communicate()
 
 
+def test_a_command_that_kills_everything_does_not_leave_its_exec_waiting(made: Host, lost: str) -> None:
+    told = made.error("vm", "exec", lost, "--", "sh", "-c", "kill -9 -1", code=125)
+    assert "the agent in VM 'lost' was killed while the command ran" in told
+    assert f"`pvisor vm ps {lost}`" in told
+    assert sh(made, lost, "echo here") == b"here\n"
+    assert "pvisor: error: '': No such file" in made.error("vm", "exec", lost, "--", "", code=127)
+
+
 def test_a_kernel_panic_is_told_with_what_the_kernel_said(made: Host, lost: str) -> None:
     told = made.error("vm", "exec", lost, "--", "sh", "-c", "echo c > /proc/sysrq-trigger", code=125)
     assert "has ended (the guest's kernel panicked: sysrq triggered crash)" in told

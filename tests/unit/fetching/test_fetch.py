@@ -237,6 +237,39 @@ def test_a_damaged_local_chunk_is_fetched_again(store: ChunkStore, server: Crook
     fetcher.close()
 
 
+def spoil(store: ChunkStore) -> None:
+    """Damage the last chunk of its only pack."""
+    store.flush()
+    pack = next((store.root / "packs").glob("*.pack"))
+    raw = bytearray(pack.read_bytes())
+    raw[-100] ^= 1
+    pack.write_bytes(raw)
+
+
+@pytest.mark.parametrize("looked_at", [False, True])
+def test_a_damaged_chunk_that_nobody_else_has_is_called_damaged(
+    store: ChunkStore, server: Crooked, *, looked_at: bool
+) -> None:
+    """Each time, though the store has dropped it at the first; until it is here again."""
+    data = os.urandom(9000)
+    chunk = store.put(data)
+    spoil(store)
+    fetcher = fetcher_of(store, server) if looked_at else fetcher_of(store)
+    if looked_at:
+        assert fetcher.peek(chunk) is None
+    for _ in range(2):
+        with pytest.raises(ChunkCorruptError, match=r"damaged in pack \d+ at \d+ and dropped .*; nobody else has it"):
+            fetcher.get(chunk, Tally())
+    store.put(data)
+    store.flush()
+    assert fetcher.get(chunk, Tally()) == data
+    absent = ChunkId.of(b"never here")
+    with pytest.raises(ChunkMissingError):
+        fetcher.get(absent, Tally())
+    assert not fetcher._damaged
+    fetcher.close()
+
+
 def test_a_full_store_costs_the_cache_not_the_read(
     store: ChunkStore, server: Crooked, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,15 +7,18 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import vmm.agent
 from tests.support.agentport import local_agent
 from tests.support.busybox import busybox_root
 from tests.support.node import wait_for
@@ -23,7 +26,8 @@ from vmm import agentproto
 from vmm.agent import Agent, Ended
 from vmm.agentproto import Incoming, Kind
 from vmm.control import Control
-from vmm.errors import AgentBusyError, AgentError, AgentTimeoutError, VmCommandError, VmSetupError
+from vmm.errors import AgentBusyError, AgentError, AgentKilledError, AgentTimeoutError, VmCommandError, VmSetupError
+from vmm.guest.program import joined
 
 pytestmark = pytest.mark.root
 HANG_S = 60.0
@@ -98,9 +102,11 @@ def test_an_environment_larger_than_a_frame_arrives(job: Job) -> None:
 
 
 def test_what_can_not_be_executed_is_126_or_127(job: Job) -> None:
-    with pytest.raises(VmCommandError, match="nothere: No such file") as missing:
+    with pytest.raises(VmCommandError, match=r"^'nothere': No such file") as missing:
         job("nothere")
-    with pytest.raises(VmCommandError, match="/etc: Permission denied") as directory:
+    with pytest.raises(VmCommandError, match=r"^'': No such file"):
+        job("")
+    with pytest.raises(VmCommandError, match=r"^'/etc': Permission denied") as directory:
         job("/etc")
     assert (missing.value.exit_code, directory.value.exit_code) == (127, 126)
     assert job("true").code == 0, "the session goes on"
@@ -303,6 +309,110 @@ def test_nobody_there_is_told(tmp_path: Path) -> None:
         listener.listen()
         with pytest.raises(AgentTimeoutError, match="did not answer in"):
             Agent.connect(tmp_path, timeout_s=0.5)
+
+
+@contextmanager
+def killed_agent(directory: Path, last_words: bytes) -> Iterator[Path]:
+    """A port whose agent takes a request, says something, and is killed: another one begins there."""
+    over = threading.Event()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(directory / "agent-0.sock"))
+        listener.listen()
+
+        def serve() -> None:
+            with listener.accept()[0] as port:
+                magic, version, nonce, _ = agentproto.GREETING.unpack(port.recv(agentproto.GREETING.size))
+                assert (magic, version) == (agentproto.HELLO_MAGIC, agentproto.VERSION)
+                port.sendall(agentproto.GREETING.pack(agentproto.WELCOME_MAGIC, agentproto.VERSION, b"agent---", nonce))
+                port.recv(4096)
+                said = agentproto.pack(Kind.STDOUT, last_words, nonce) if last_words else b""
+                port.sendall(said + agentproto.pack(Kind.BEGUN, b"", agentproto.NOBODY))
+                over.wait(HANG_S)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield directory
+        finally:
+            over.set()
+            thread.join(HANG_S)
+
+
+def test_what_an_agent_said_before_it_was_killed_is_heard_and_then_that_it_was(tmp_path: Path) -> None:
+    said = bytearray()
+    with killed_agent(tmp_path, b"last words") as directory, Agent.connect(directory, timeout_s=HANG_S) as agent:
+        with pytest.raises(AgentKilledError, match="was killed"):
+            agent.execute(["x"], stdout=said.extend, stderr=said.extend)
+        with pytest.raises(AgentKilledError):
+            agent.ping()
+    assert said == b"last words"
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        Agent.ping,
+        Agent.hold,
+        Agent.processes,
+        Agent.shutdown,
+        lambda agent: agent.identify(time_ns=1),
+        lambda agent: agent.kill(7, 9),
+    ],
+)
+def test_no_question_waits_for_an_agent_that_was_killed(tmp_path: Path, ask: Callable[[Agent], object]) -> None:
+    with (
+        killed_agent(tmp_path, b"") as directory,
+        Agent.connect(directory, timeout_s=HANG_S) as agent,
+        pytest.raises(AgentKilledError),
+    ):
+        ask(agent)
+
+
+def test_an_agent_that_takes_no_signal_does_not_hold_its_client(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that stands still, or is so old that it does not say when it has begun."""
+    with Control() as control:
+        stopped: list[int] = []
+
+        def stop(data: bytes) -> None:
+            stopped.append(int(data))
+            os.kill(stopped[0], signal.SIGSTOP)
+            monkeypatch.setattr(vmm.agent, "ANSWER_TIMEOUT_S", 0.2)
+            control.signal(signal.SIGTERM)
+
+        try:
+            with pytest.raises(AgentTimeoutError, match=r"took no signal in 0\.2 s"):
+                job("sh", "-c", "echo $PPID; exec sleep 1000", stdout=stop, control=control)
+        finally:
+            os.kill(stopped[0], signal.SIGCONT)
+
+
+def test_signals_that_are_taken_are_no_answer_to_another_question(job: Job) -> None:
+    with Control() as control:
+        script = "trap 'echo got' USR1; trap 'exit 3' TERM; echo ready; while :; do sleep 0.01; done"
+
+        def answer(data: bytes) -> None:
+            control.signal(signal.SIGUSR1 if b"ready" in data else signal.SIGTERM)
+
+        assert job("sh", "-c", script, stdout=answer, control=control).code == 3
+    job.agent.ping()
+    assert job("true").code == 0
+
+
+def test_an_agent_says_that_it_begins(tmp_path: Path) -> None:
+    """Before anything else, to a host that was in a session with another one."""
+    program = tmp_path / "agent.pl"
+    program.write_bytes(joined())
+    host, guest = socket.socketpair()
+    with host, guest:
+        host.settimeout(HANG_S)
+        number = guest.fileno()
+        with subprocess.Popen(["perl", str(program), f"fd:{number}"], pass_fds=[number]) as agent:
+            guest.close()
+            try:
+                begun = agentproto.pack(Kind.BEGUN, b"", agentproto.NOBODY)
+                assert host.recv(len(begun), socket.MSG_WAITALL) == begun
+            finally:
+                agent.kill()
 
 
 def test_a_workload_goes_on_without_its_client(ports: Path, root: Path) -> None:

@@ -72,6 +72,15 @@ def test_bytes_of_another_session_after_the_welcome_are_an_error() -> None:
         Incoming(HOST).feed(welcome() + HEADER.pack(0x7F, 0) + HOST)
 
 
+def test_an_agent_that_begins_ends_a_session_with_the_one_before() -> None:
+    begun = agentproto.pack(Kind.BEGUN, b"", agentproto.NOBODY)
+    assert begun == b"\x49\0\0\0" + bytes(8)
+    stream = begun + welcome() + frame(Kind.STDOUT, b"x") + begun
+    incoming = Incoming(HOST)
+    frames = [found for byte in stream for found in incoming.feed(bytes([byte]))]
+    assert frames == [Frame(Kind.STDOUT, b"x"), Frame(Kind.BEGUN, b"")]
+
+
 @given(st.lists(st.tuples(st.binary(min_size=1, max_size=1), st.binary(max_size=300))))
 def test_fields_come_back(items: list[tuple[bytes, bytes]]) -> None:
     assert list(agentproto.parse_fields(agentproto.fields(items))) == items

@@ -9,13 +9,18 @@ from typing import Any, cast
 
 import pytest
 
-from imaged.errors import StoreError
-from vmm import parking, recovery
-from vmm.errors import QemuError
+from imaged.config import Config
+from imaged.errors import StoreError, StoreFullError
+from imaged.progress import NoProgress
+from tests.unit.vmm.test_vms import add
+from vmm import capture, parking, recovery
+from vmm.captured import Captured
+from vmm.errors import QemuError, VmSetupError, VmStateError
 from vmm.held import Held
 from vmm.process import Ending
 from vmm.qemu import Qemu
-from vmm.record import State
+from vmm.record import Park, State
+from vmm.vms import Vms
 
 
 class Stopped:
@@ -32,7 +37,8 @@ class Stopped:
 
 
 def held(undone: list[str]) -> Held:
-    undo = SimpleNamespace(name="web", run=Path("/nowhere"), record=None, undo=lambda: undone.append("web"))
+    record = SimpleNamespace(state=State.RUNNING)
+    undo = SimpleNamespace(name="web", run=Path("/nowhere"), record=record, undo=lambda: undone.append("web"))
     return cast(Held, undo)
 
 
@@ -80,3 +86,54 @@ def test_what_an_interrupt_leaves_half_done_is_settled_at_once(monkeypatch: pyte
     with parking._left_in_order(cast(Any, None), found):
         pass
     assert len(settled) <= 1
+
+
+def without_room(*_: Any) -> Any:
+    raise StoreFullError("can not make a lease: No space left on device", hint="free space there")
+
+
+@pytest.mark.parametrize("verb", ["park", "fork"])
+def test_that_a_vm_runs_on_is_said_also_when_nothing_was_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.setattr(parking, "_store", without_room)
+    vms = Vms(Config(home=tmp_path / "home", run=tmp_path / "run"))
+    add(vms, "web")
+    with pytest.raises(StoreFullError) as raised:
+        if verb == "park":
+            parking.park(vms, "web")
+        else:
+            with parking.frozen(vms, "web"):
+                pass
+    assert raised.value.hint == "VM web runs on; free space there"
+    assert vms.get("web").state == State.RUNNING
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (StoreError("full", hint="free some"), "VM web runs on; free some"),
+        (StoreError("full"), "VM web runs on"),
+        (StoreError("full", hint="VM web runs on; free some"), "VM web runs on; free some"),
+        (StoreError("full", hint="VM web stands still (why)"), "VM web stands still (why)"),
+        (VmStateError("it has ended"), ""),
+        (QemuError("ended"), ""),
+    ],
+)
+def test_what_is_said_of_a_vm_is_said_once(error: Any, hint: str) -> None:
+    with pytest.raises(type(error)), parking._left_in_order(cast(Any, None), held([])):
+        raise error
+    assert error.hint == hint
+
+
+def test_a_disk_that_is_gone_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "capture_memory", lambda *_, **__: Captured(id=cast(Any, None), dirty_bytes=0))
+    record = SimpleNamespace(memory_bytes=1 << 20, disk_bytes=1 << 20)
+    web = cast(Any, SimpleNamespace(name="web", record=record, disk=tmp_path / "disk.qcow2"))
+    parent = cast(Any, SimpleNamespace(record=None, memory=None, memory_path=None, disk=lambda: None))
+    nothing = cast(Any, SimpleNamespace(pid=0, get=None, frames=None, flush=None))
+    with pytest.raises(VmSetupError, match=r"disk of VM 'web': .*disk.qcow2: No such file") as raised:
+        capture.write_down(
+            nothing, web, nothing, parent, cast(Any, None), cast(Any, None), Park(name="", created_ns=0), NoProgress()
+        )
+    assert "pvisor vm exec web" in raised.value.hint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,7 +36,9 @@ def running(vms: Vms) -> Iterator[Process]:
     run.mkdir(parents=True)
     ready = vms.path("one") / "ready"
     os.mkfifo(ready)
-    argv = ["/bin/sh", "-c", 'echo > "$0"; sleep 60; true', str(ready), "-pidfile", str(run / stray.LIVE_NAME)]
+    # No shell: what that starts has its command line, too, for a moment.
+    program = 'import sys, time; open(sys.argv[1], "w").close(); time.sleep(60)'
+    argv = [sys.executable, "-c", program, str(ready), "-pidfile", str(run / stray.LIVE_NAME)]
     started = Process.spawn(argv, run, inherit=())
     ready.read_bytes()
     yield started

@@ -33,7 +33,7 @@ sub become {
     no warnings 'exec';
     exec { $arguments->[0] } @$arguments;
     $$code = $! == ENOENT ? 127 : 126;
-    die "$arguments->[0]: $!\n";
+    die "'$arguments->[0]': $!\n";
 }
 
 # With those above it; false, with $!, when that can not be.

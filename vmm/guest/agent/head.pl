@@ -82,7 +82,7 @@ sub REQUEST_MAX()  { 16 << 20 }
 my %KIND = (
     PING => 1, PART => 2, EXECUTE => 3, STDIN => 4, SIGNAL => 5, WINDOW => 6, CLOSE => 7, IDENTIFY => 8, SHUTDOWN => 9,
     HOLD => 10, LIST => 11, KILL => 12, PONG => 0x41, STARTED => 0x42, STDOUT => 0x43, STDERR => 0x44, CREDIT => 0x45, ENDED => 0x46, REFUSED => 0x47,
-    DONE => 0x48,
+    DONE => 0x48, BEGUN => 0x49,
 );
 
 sub OUTGOING_HIGH() { 65536 }    # bytes queued for a port that make its job's output wait

@@ -12,10 +12,12 @@ sub find_ports {
 
 sub add_port {
     my ($name, $file) = @_;
-    my $port = { name => $name, file => $file, in => '', out => [], out_bytes => 0, sent => 0, hunting => 1 };
+    my $port = { name => $name, file => $file, in => '', out => [], out_bytes => 0, sent => 0, hunting => 1,
+        host_nonce => "\0" x 8 };
     $ports{$name} = $port;
     # Level-triggered, a port without a host would always be ready: its hang-up stays.
     watch($file, EPOLLIN | EPOLLOUT | EPOLLET, sub { read_port($port); flush_port($port) });
+    reply($port, 'BEGUN', '');    # to a host in a session with an agent that was killed, who would wait for ever
 }
 
 # The end of the stream means that no host is connected. The kernel learns of hosts that go and come apart from their
