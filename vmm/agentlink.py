@@ -26,6 +26,8 @@ _PORT_POLL_S = 0.02
 _COMMAND_PORTS = range(COMMAND_PORT_COUNT)
 _CONTROL_PORTS = (*range(COMMAND_PORT_COUNT, PORT_COUNT), *_COMMAND_PORTS)
 _GREETING_AGAIN_S = 0.3
+_SILENCE_S = 2.0
+"""Without an answer on a new connection it is made anew, the next time after twice as long."""
 _RECEIVE_BYTES = 1 << 18
 _LONGEST_S = 1e6
 """A wait of more milliseconds than an int has is two."""
@@ -35,8 +37,8 @@ _HINT_CONSOLE = "the guest may still boot, be paused or hang: see pvisor vm ls a
 class AgentLink:
     """Frames to and from the agent. `ready` holds the other descriptors that the last `turn` found ready."""
 
-    def __init__(self, connection: socket.socket, lock: int, nonce: bytes) -> None:
-        self._connection, self._lock = connection, lock
+    def __init__(self, path: Path, connection: socket.socket, lock: int, nonce: bytes) -> None:
+        self._path, self._connection, self._lock = path, connection, lock
         self._incoming = Incoming(nonce)
         self._nonce = nonce
         self._outgoing = bytearray()
@@ -50,8 +52,8 @@ class AgentLink:
     ) -> AgentLink:
         """See `Agent.connect`."""
         until = time.monotonic() + timeout_s
-        connection, lock = _take_port(run_dir, until, timeout_s, _CONTROL_PORTS if control else _COMMAND_PORTS)
-        link = cls(connection, lock, agentproto.new_nonce())
+        path, connection, lock = _take_port(run_dir, until, timeout_s, _CONTROL_PORTS if control else _COMMAND_PORTS)
+        link = cls(path, connection, lock, agentproto.new_nonce())
         try:
             link._greet(until, timeout_s, waiting)
         except BaseException:
@@ -136,16 +138,27 @@ class AgentLink:
     def _greet(self, until: float, timeout_s: float, waiting: Callable[[], None] | None) -> None:
         """HELLO, again as long as the guest takes it and does not answer, until WELCOME.
 
-        The agent may be waiting for the rest of a frame that a killed client began: zeros fill it up.
+        The agent may be waiting for the rest of a frame that a killed client began: zeros fill it up. And QEMU may pass
+        on nothing of the guest's: when a client goes while the guest takes no more input, and QEMU notices that as it
+        writes, the port stays throttled until its next client goes, too.
         """
         greeting = agentproto.hello(self._nonce)
         self._outgoing += greeting
         self._flush()
         again = time.monotonic() + _GREETING_AGAIN_S
+        silence_s = _SILENCE_S
+        anew = time.monotonic() + silence_s
         while self._incoming.agent_nonce is None:
             now = time.monotonic()
             if now >= until:
                 raise AgentTimeoutError(f"the agent in the guest did not answer in {timeout_s:g} s", hint=_HINT_CONSOLE)
+            if now >= anew:
+                self._connect_anew(until)
+                self._outgoing[:] = greeting
+                self._flush()
+                silence_s *= 2
+                now = time.monotonic()
+                again, anew = now + _GREETING_AGAIN_S, now + silence_s
             if now >= again:
                 if waiting is not None:
                     waiting()
@@ -153,7 +166,7 @@ class AgentLink:
                     self._outgoing += bytes(agentproto.FRAME_BYTES) + greeting
                     self._flush()
                 again = now + _GREETING_AGAIN_S
-            if self.turn(min(until, again) - now):
+            if self.turn(min(until, again, anew) - now):
                 raise AgentError("the agent spoke first", hint="this is a defect, please report it")
         if self._incoming.version != agentproto.VERSION:
             raise AgentError(
@@ -161,6 +174,21 @@ class AgentLink:
                 f"{agentproto.VERSION}",
                 hint="the snapshot was made by another pVisor: use that one, or boot the VM anew",
             )
+
+    def _connect_anew(self, until: float) -> None:
+        """To the same port, in the same session. AgentError when QEMU has ended."""
+        self._connection.close()
+        self._incoming = Incoming(self._nonce)
+        while True:
+            try:
+                self._connection = _connected(self._path)
+                return
+            except BlockingIOError:  # QEMU's queue is full
+                if time.monotonic() >= until:
+                    raise AgentTimeoutError(f"QEMU serves {self._path} to nobody", hint=_HINT_CONSOLE) from None
+                time.sleep(_PORT_POLL_S)
+            except OSError as error:
+                raise _gone() from error
 
     def _untaken_bytes(self) -> int:
         answer = fcntl.ioctl(self._connection, termios.TIOCOUTQ, bytes(4))
@@ -174,19 +202,22 @@ def _gone() -> AgentError:
     )
 
 
-def _take_port(run_dir: Path, until: float, timeout_s: float, numbers: Sequence[int]) -> tuple[socket.socket, int]:
-    """A connection to the first free port of these, and its lock. A port whose socket is gone is not one."""
+def _take_port(
+    run_dir: Path, until: float, timeout_s: float, numbers: Sequence[int]
+) -> tuple[Path, socket.socket, int]:
+    """The first free port of these, a connection to it, and its lock. A port whose socket is gone is not one."""
     while True:
         absent: AgentError | None = None
         busy = False
         for number in numbers:
+            path = run_dir / f"agent-{number}.sock"
             try:
-                taken = _try_port(run_dir / f"agent-{number}.sock")
+                taken = _try_port(path)
             except AgentError as error:
                 absent = absent or error
                 continue
             if taken is not None:
-                return taken
+                return path, *taken
             busy = True
         if absent is not None and not busy:
             raise absent
@@ -199,17 +230,12 @@ def _take_port(run_dir: Path, until: float, timeout_s: float, numbers: Sequence[
 
 
 def _try_port(path: Path) -> tuple[socket.socket, int] | None:
-    connection = lock = None
+    lock = None
     try:
         lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.setblocking(False)
-        with protocol.address(path) as address:
-            connection.connect(address)
+        return _connected(path), lock
     except BaseException as error:
-        if connection is not None:
-            connection.close()
         if lock is not None:
             os.close(lock)
         if isinstance(error, BlockingIOError):  # locked, or QEMU's queue is full
@@ -217,4 +243,16 @@ def _try_port(path: Path) -> tuple[socket.socket, int] | None:
         if isinstance(error, OSError):
             raise AgentError(f"no QEMU serves {path}: {error.strerror}", hint="see pvisor vm ls") from error
         raise
-    return connection, lock
+
+
+def _connected(path: Path) -> socket.socket:
+    """OSError, of which BlockingIOError says that QEMU's queue is full."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        with protocol.address(path) as address:
+            connection.connect(address)
+    except BaseException:
+        connection.close()
+        raise
+    return connection

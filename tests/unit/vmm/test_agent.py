@@ -22,7 +22,7 @@ import vmm.agent
 from tests.support.agentport import local_agent
 from tests.support.busybox import busybox_root
 from tests.support.node import wait_for
-from vmm import agentproto
+from vmm import agentlink, agentproto
 from vmm.agent import Agent, Ended
 from vmm.agentproto import Incoming, Kind
 from vmm.control import Control
@@ -309,6 +309,35 @@ def test_nobody_there_is_told(tmp_path: Path) -> None:
         listener.listen()
         with pytest.raises(AgentTimeoutError, match="did not answer in"):
             Agent.connect(tmp_path, timeout_s=0.5)
+
+
+def test_a_port_that_answers_nobody_is_connected_to_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of QEMU's that stayed throttled: its client must go before the guest's bytes come again."""
+    monkeypatch.setattr(agentlink, "_SILENCE_S", 0.05)
+    greetings = []
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "agent-0.sock"))
+        listener.listen()
+
+        def serve() -> None:
+            for is_stuck in (True, True, False):
+                with listener.accept()[0] as port:
+                    greetings.append(port.recv(agentproto.GREETING.size, socket.MSG_WAITALL))
+                    if is_stuck:
+                        while port.recv(1 << 16):
+                            pass
+                        continue
+                    _, _, nonce, _ = agentproto.GREETING.unpack(greetings[-1])
+                    port.sendall(
+                        agentproto.GREETING.pack(agentproto.WELCOME_MAGIC, agentproto.VERSION, b"agent---", nonce)
+                    )
+                    port.recv(1)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        Agent.connect(tmp_path, timeout_s=HANG_S).close()
+        thread.join(HANG_S)
+    assert len(greetings) == 3 and len(set(greetings)) == 1  # it is one session
 
 
 @contextmanager
