@@ -126,10 +126,12 @@ class Agent:
 
         Returns when the program has ended and what it wrote is handed over; processes it left behind go on.
         VmCommandError (126, 127) when it can not be executed, VmSetupError for a user that is not there or a directory
-        that is not and can not be made, AgentError when the connection broke, as when the agent was killed, or says
-        nothing for a minute after a signal: the program then goes on if it was started and the VM lives.
+        that is not and can not be made, AgentError when the connection broke, as when the agent was killed, or
+        nothing is said for a minute after the request or a signal: the program then goes on if it was started and the
+        VM lives.
         """
         self._request(Kind.EXECUTE, _job(argv, env, cwd, user, timeout_s, stdin is not None, terminal))
+        self._expect_word()
         source = Input(stdin)
         until = None if timeout_s is None else time.monotonic() + timeout_s + ANSWER_TIMEOUT_S
         outputs = {Kind.STDOUT: stdout, Kind.STDERR: stderr}
@@ -262,9 +264,7 @@ class Agent:
             for what, first, second in control.take():
                 if what == b"s":
                     self._link.send(Kind.SIGNAL, bytes([first]))
-                    self._link.send(Kind.PING, _TAKEN)
-                    if self._heard_by is None:
-                        self._heard_by = time.monotonic() + ANSWER_TIMEOUT_S
+                    self._expect_word()
                 else:
                     self._link.send(Kind.WINDOW, agentproto.window_size(first, second))
         if (
@@ -276,9 +276,15 @@ class Agent:
                 self._link.send(Kind.STDIN, piece)
         return frames
 
+    def _expect_word(self) -> None:
+        """The agent answers what was just sent, or says anything else, or `_hear` gives it up."""
+        self._link.send(Kind.PING, _TAKEN)
+        if self._heard_by is None:
+            self._heard_by = time.monotonic() + ANSWER_TIMEOUT_S
+
     def _hear(self, frames: list[Frame]) -> list[Frame]:
-        """Without what only says that a signal was taken. AgentTimeoutError when that is not said, nor anything else:
-        who sends one wants an end, also of a command whose guest hangs."""
+        """Without what only says that a request or a signal was taken. AgentTimeoutError when that is not said, nor
+        anything else: who sends a signal wants an end, also of a command whose guest hangs."""
         if (Kind.PONG, _TAKEN) in frames:
             self._heard_by = None
         elif self._heard_by is not None:
@@ -287,7 +293,7 @@ class Agent:
                 self._heard_by = now + ANSWER_TIMEOUT_S
             elif now >= self._heard_by:
                 raise AgentTimeoutError(
-                    f"the agent took no signal in {ANSWER_TIMEOUT_S:g} s: what became of the command is not known",
+                    f"the agent said nothing for {ANSWER_TIMEOUT_S:g} s: what became of the command is not known",
                     hint="the guest is paused or hangs: see pvisor vm ls and pvisor vm console",
                 )
         return [frame for frame in frames if frame != (Kind.PONG, _TAKEN)]

@@ -340,6 +340,29 @@ def test_a_port_that_answers_nobody_is_connected_to_anew(tmp_path: Path, monkeyp
     assert len(greetings) == 3 and len(set(greetings)) == 1  # it is one session
 
 
+def test_an_agent_that_takes_no_request_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vmm.agent, "ANSWER_TIMEOUT_S", 0.2)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "agent-0.sock"))
+        listener.listen()
+
+        def serve() -> None:
+            with listener.accept()[0] as port:
+                _, _, nonce, _ = agentproto.GREETING.unpack(port.recv(agentproto.GREETING.size, socket.MSG_WAITALL))
+                port.sendall(agentproto.GREETING.pack(agentproto.WELCOME_MAGIC, agentproto.VERSION, b"agent---", nonce))
+                while port.recv(4096):
+                    pass
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with (
+            Agent.connect(tmp_path, timeout_s=HANG_S) as agent,
+            pytest.raises(AgentTimeoutError, match=r"said nothing for 0\.2 s"),
+        ):
+            agent.execute(["x"], stdout=print, stderr=print)
+        thread.join(HANG_S)
+
+
 @contextmanager
 def killed_agent(directory: Path, last_words: bytes) -> Iterator[Path]:
     """A port whose agent takes a request, says something, and is killed: another one begins there."""
@@ -409,7 +432,7 @@ def test_an_agent_that_takes_no_signal_does_not_hold_its_client(job: Job, monkey
             control.signal(signal.SIGTERM)
 
         try:
-            with pytest.raises(AgentTimeoutError, match=r"took no signal in 0\.2 s"):
+            with pytest.raises(AgentTimeoutError, match=r"said nothing for 0\.2 s"):
                 job("sh", "-c", "echo $PPID; exec sleep 1000", stdout=stop, control=control)
         finally:
             os.kill(stopped[0], signal.SIGCONT)
