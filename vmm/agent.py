@@ -26,7 +26,7 @@ ANSWER_TIMEOUT_S = 60.0
 """How long a question that takes the agent no time may wait: a VM can be paused while it is captured."""
 _ENTROPY_BYTES = 64
 _TAKEN = b"taken"
-"""A PING behind a signal; its answer says that the agent has taken both."""
+"""A PING behind a request or a signal; its answer says that the agent has taken both."""
 _EXHAUSTED = (
     "the guest has no memory or no process ids left: `pvisor vm ps` lists what runs, `pvisor vm kill` ends it; or boot "
     "one with more --memory"

@@ -23,6 +23,7 @@ from typing import NamedTuple, NoReturn
 
 from fuse import linux
 from imaged.errors import PvisorError
+from imaged.flock import try_lock
 from stage.boundary import rootfs, users, workload
 from stage.boundary.process import ProcessSpec
 from stage.boundary.terminal import HostTerminal, open_pty
@@ -137,7 +138,8 @@ def _serve(startup: Startup) -> int:
     if terminal_fd is not None and startup.streams.terminal is not None and not _caller_lives(startup.channel):
         startup.streams.terminal.restore(terminal_fd)
     mine = [fd for fd in (terminal_fd, slave, complaints) if fd is not None]
-    if startup.joined is not None and not _alone(startup.joined):
+    # Got, the lock is kept for good: who comes later finds that the stage has ended.
+    if startup.joined is not None and not try_lock(startup.joined):
         linux.die_with_parent(0)
         _tell(startup, code, mine)
         fcntl.flock(startup.joined, fcntl.LOCK_EX)
@@ -145,15 +147,6 @@ def _serve(startup: Startup) -> int:
         _end_others()
         _tell(startup, code, mine)
     return code
-
-
-def _alone(joined: int) -> bool:
-    """Takes the lock for good: who comes later finds that the stage has ended."""
-    try:
-        fcntl.flock(joined, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _end_others() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from imaged.blockbuilder import write_blob
 from imaged.chunkstore.pack import pack_path
@@ -25,6 +28,20 @@ MACHINE = Machine(
     firmware="ab" * 32,
     kernel="6.1.0",
 )
+
+
+def opened_snapshot(directory: Path) -> Any:
+    """As a node daemon gives one to who resumes it; its files are this directory, which QEMU never sees."""
+    image = SimpleNamespace(id="ab" * 32, name="web", config={}, metadata_path=directory, data_path=directory)
+    return SimpleNamespace(
+        id="0" * 64,
+        name="web",
+        record=SimpleNamespace(machine=MACHINE, disk_bytes=0),
+        image=image,
+        memory_path=directory,
+        disk_path=None,
+        state_path=directory,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from fuse import node
 from fuse.errors import NodeError
 from imaged.config import Config
-from tests.support.parked import MACHINE
+from tests.support.parked import opened_snapshot
 from tests.unit.vmm.test_vms import add
 from vmm import identity, recovery, restore
 from vmm.errors import AgentError, QemuError
@@ -62,10 +61,7 @@ def resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     monkeypatch.setattr(identity, "give", give)
     monkeypatch.setattr(restore, "require_device", lambda _: DEVICE)
     monkeypatch.setattr(node, "check_snapshot", lambda *_: None)
-    image = SimpleNamespace(id="ab" * 32, name="web", config={}, metadata_path=tmp_path, data_path=tmp_path)
-    record = SimpleNamespace(machine=MACHINE, disk_bytes=0)
-    given = {"record": record, "image": image, "id": "0" * 64, "name": "web", "disk_path": None, "state_path": tmp_path}
-    snapshot: Any = SimpleNamespace(**given, memory_path=tmp_path)
+    snapshot = opened_snapshot(tmp_path)
     with vms.hold("web") as held:
         held.save(state=State.RESUMING)
         try:

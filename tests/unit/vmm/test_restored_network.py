@@ -10,7 +10,7 @@ import pytest
 
 from fuse import node
 from imaged.config import Config
-from tests.support.parked import MACHINE
+from tests.support.parked import opened_snapshot
 from tests.unit.vmm.test_vms import add
 from vmm import recovery, restore
 from vmm.errors import QemuError, VmArgumentError
@@ -62,10 +62,7 @@ def test_a_parked_vm_keeps_its_own_when_it_is_not_resumed_after_all(
     monkeypatch.setattr(node, "check_snapshot", lambda *_: None)
     vms = Vms(Config(home=tmp_path / "home", run=tmp_path / "run"))
     add(vms, "web", network="user")
-    image = SimpleNamespace(id="ab" * 32, name="web", config={}, metadata_path=tmp_path, data_path=tmp_path)
-    record = SimpleNamespace(machine=MACHINE, disk_bytes=0)
-    given = {"record": record, "image": image, "id": "0" * 64, "name": "web", "disk_path": None, "state_path": tmp_path}
-    snapshot: Any = SimpleNamespace(**given, memory_path=tmp_path)
+    snapshot = opened_snapshot(tmp_path)
     with vms.hold("web") as held:
         held.save(state=State.RESUMING)
         with pytest.raises(QemuError):
