@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import select
 import socket
@@ -14,6 +13,7 @@ from pathlib import Path
 from cli.terminal import raw_keys
 from fuse import protocol
 from imaged.calls import writer
+from imaged.flock import try_lock
 from vmm.errors import VmBusyError, VmStateError
 
 _ESCAPE = b"\x1d"  # Ctrl-]
@@ -45,11 +45,9 @@ def _alone(path: Path) -> Iterator[None]:
     except OSError as error:
         raise _no_line(path, error) from error
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not try_lock(fd):
             hint = "one at a time: end that one with Ctrl-], or use `pvisor vm exec -it`"
-            raise VmBusyError("another `vm console` uses this serial line", hint=hint) from error
+            raise VmBusyError("another `vm console` uses this serial line", hint=hint)
         yield
     finally:
         os.close(fd)

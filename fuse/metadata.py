@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from imaged.errors import StoreError
+from imaged.flock import try_lock
 
 log = logging.getLogger(__name__)
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -85,9 +86,7 @@ class MetadataFiles:
 
     def _remove_unused(self) -> None:
         """All files, if no daemon but this one has the directory open."""
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(self._lock):
             return
         for path in self._directory.iterdir():
             path.unlink()

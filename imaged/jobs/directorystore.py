@@ -12,7 +12,6 @@ and `lock`, held for the moment of each change, and `slot-*`, each locked by one
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -201,10 +200,7 @@ class DirectoryJobStore:
             lock = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 deadline = time.monotonic() + _LOCK_S
-                while True:
-                    with contextlib.suppress(BlockingIOError):
-                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        break
+                while not try_lock(lock):
                     if time.monotonic() > deadline:
                         raise StoreBusyError(
                             f"the jobs in {self._root} are locked by another process", hint="try again"

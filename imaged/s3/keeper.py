@@ -11,6 +11,7 @@ from pathlib import Path
 
 from imaged.chunkstore.lease import Leases, least_epoch
 from imaged.errors import PvisorError
+from imaged.flock import try_lock
 from imaged.s3.address import Patience
 from imaged.s3.serverlease import ServerLease, Wish
 from imaged.s3.sync import Sync
@@ -78,11 +79,8 @@ class Keeper:
         if self._thread.ident is not None:
             self._thread.join()
         try:
-            fcntl.flock(self._presence, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if self._lease.left_s() and not self._leases.live():
+            if try_lock(self._presence) and self._lease.left_s() and not self._leases.live():
                 self._lease.end()
-        except BlockingIOError:
-            pass
         except PvisorError as error:
             log.info("the lease in the bucket ends by itself: %s", error.message)
         finally:
@@ -111,11 +109,7 @@ class Keeper:
             self._wake.wait(max(self._patience.poll_s, _BUSY_SHARE * took_s if not failing else 0.0))
 
     def _is_ours(self) -> bool:
-        try:
-            fcntl.flock(self._duty, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+        return try_lock(self._duty)
 
     def _round(self, *, whole: bool) -> None:
         # The lease first: looking may take long.
